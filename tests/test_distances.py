@@ -5,9 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
+import tilewise
 from tilewise.core.functions.captured import pack
 from tilewise.core.functions.distances import captured_gradient, distance_bias, numbers
 from tilewise.core.functions.trace import trace
+from tilewise.dispatch.capability import ROWS
 
 EXTENT = BATCH, HEADS, SEQLEN_Q, SEQLEN_K = 2, 3, 11, 14
 TABLE = torch.randn(HEADS, 33, requires_grad=True)
@@ -72,6 +74,24 @@ def test_numbers_are_what_the_function_adds(name):
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_functions_are_not_taken_for_them(name):
     assert distance_bias(traced(OTHERS[name]).functions.text) is None
+
+
+def refused(**options):
+    """The directions that the support table refuses of a call, by backend."""
+    problem = tilewise.explain(*[QUERY.bfloat16()] * 3, **options).problem
+    names = {name for row in ROWS if row.applies(problem) for name in row.reasons}
+    return names & {"hopper", "hopper backward", "triton", "triton backward"}
+
+
+def test_what_the_support_table_says_of_them():
+    """Deterministic gradients by distance are served, others not; nor by Hopper if a mask function reads."""
+    gate = torch.randn(HEADS, requires_grad=True)
+    learned, table = OF_DISTANCE["learned"], torch.randn(HEADS, 40, requires_grad=True)
+    assert not refused(score_mod=learned, deterministic=True)
+    assert refused(score_mod=lambda s, b, h, i, j: s * table[h, j], deterministic=True) == {
+        "hopper", "hopper backward", "triton backward",
+    }  # fmt: skip
+    assert refused(mask_mod=lambda b, h, i, j: (gate[h] > 0) | (i > j)) == {"hopper backward"}
 
 
 def test_a_mask_function_is_left():

@@ -17,15 +17,12 @@ emulator.install()
 
 from tilewise import reference
 from tilewise.core.dropout import with_origin
-from tilewise.core.functions.call import with_functions
-from tilewise.core.problem import Inputs, Options, describe
-from tilewise.gpu.functions.distances import as_bias
+from tilewise.core.problem import Inputs, Options
 from tilewise.gpu.hopper import plan
 from tilewise.gpu.hopper.backward import launch as backward_launch, slim as backward_slim
 from tilewise.gpu.hopper.backward.arguments import LARGE_LSE
 from tilewise.gpu.hopper.common import host
 from tilewise.gpu.hopper.common.host import LOG2_E
-from tilewise.gpu.hopper.mask.functions import without_functions
 from tilewise.gpu.launch import launch_plan
 
 PROGRAMS = 3  # as many as there are SMs
@@ -195,10 +192,9 @@ def check(name: str) -> float:
     inputs, score_mod = Inputs(q, k, v, **packing), None
     if options.pop("distances", False):
         score_mod, packing["bias"] = emulator.draw_distances(lengths_q, lengths_k, heads)
-    inputs, asked = with_functions(inputs, Options(**options), None, score_mod)
-    problem = describe(inputs, asked)
-    inputs = as_bias(problem, inputs, host.transposed_pairs_of_distances)[1]
-    problem = without_functions(problem)
+    problem, inputs = emulator.as_kernels_see(
+        inputs, Options(**options), score_mod, host.transposed_pairs_of_distances
+    )
     visibility = problem.visibility()
     window = (visibility.left, visibility.right)
     plain = {"window": window, "softcap": problem.softcap, "dropout_p": problem.dropout_p} | packing

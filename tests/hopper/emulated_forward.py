@@ -17,14 +17,11 @@ emulator.TIMEOUT = 20.0
 
 from tilewise import reference
 from tilewise.core.dropout import with_origin
-from tilewise.core.functions.call import with_functions
-from tilewise.core.problem import AttentionProblem, Inputs, Options, describe
+from tilewise.core.problem import AttentionProblem, Inputs, Options
 from tilewise.core.statistics import Aux
-from tilewise.gpu.functions.distances import as_bias
 from tilewise.gpu.hopper import plan
 from tilewise.gpu.hopper.common import host
 from tilewise.gpu.hopper.forward import launch
-from tilewise.gpu.hopper.mask.functions import without_functions
 from tilewise.gpu.launch import launch_plan
 from tilewise.tiled import backend as tiled, statistics as tiled_statistics
 
@@ -221,10 +218,7 @@ def check(name: str) -> float:
     inputs, score_mod = Inputs(q, k, v, **extras), None
     if options.pop("distances", False):
         score_mod, extras["bias"] = emulator.draw_distances(lengths_q, lengths_k, heads)
-    inputs, asked = with_functions(inputs, Options(**options), None, score_mod)
-    problem = describe(inputs, asked)
-    inputs = as_bias(problem, inputs, host.pairs_of_distances)[1]
-    problem = without_functions(problem)
+    problem, inputs = emulator.as_kernels_see(inputs, Options(**options), score_mod, host.pairs_of_distances)
     out, lse, residual = plan.forward(problem, inputs, residual=True)
     watched_error = check_watched(problem, inputs, (out, lse, residual)) if name in WATCHED else 0.0
     if "large" in name and "values" not in name:

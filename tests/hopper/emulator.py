@@ -75,6 +75,16 @@ def draw_distances(seqlen_q: int, seqlen_k: int, heads: int) -> tuple[Any, torch
     return lambda s, b, h, i, j: s + table[h, (j - i).clamp(-most, most) + most], bias
 
 
+def as_kernels_see(inputs: Any, options: Any, score_mod: Any, arrange: Any) -> tuple[Any, Any]:
+    """The problem and inputs of a call with a score function of the distance, or None, as a bias."""
+    from tilewise.core.functions.call import with_functions
+    from tilewise.core.problem import describe
+    from tilewise.gpu.functions.distances import as_bias
+
+    inputs, options = with_functions(inputs, options, None, score_mod)
+    return as_bias(describe(inputs, options), inputs, arrange)
+
+
 def draw_bias(kind: str, seqlen_q: int, seqlen_k: int, heads: int) -> torch.Tensor:
     """A bias of one of the shapes and strides that people have."""
     match kind:

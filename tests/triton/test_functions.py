@@ -252,6 +252,7 @@ def test_a_number_of_each_distance(lengths, block_m, block_n, monkeypatch):
         assert tilewise.attention(*leaves, backend="triton", **options).shape == leaves[0].shape
         return
     check_learned(leaves, captured, **options)
+    assert "read as a bias" in str(tilewise.explain(*leaves, backend="triton", **options))
     options |= {"mask_mod": lambda b, h, i, j: (i + j) % 4 != 1, "softcap": 5.0, "window": (20, 9)}
     check_learned(leaves, captured, sinks=randn(2), dropout_p=0.2, **options)
 

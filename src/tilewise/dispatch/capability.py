@@ -167,11 +167,8 @@ ROWS = (
     Row("functions that may read out of range", lambda p: p.functions and decode(p.functions).is_guarded, {
         "hopper": "takes functions only whose indices into captured tensors are in range for certain",
     }, is_rare=True),
-    Row("gradient of tensors that score functions read", _has_captured_gradient, {
-        "aten backward": "has no gradient of tensors that a score function reads"
-    }, is_rare=True),
-    Row("the same gradient, not by distance", _has_scattered_gradient, {
-        "hopper backward": "has no gradient of tensors that a score function reads, but by distance",
+    Row("gradient of tensors that functions read, but by distance", _has_scattered_gradient, {
+        "hopper backward": "has a gradient of tensors that a function reads only by distance",
     }, is_rare=True),
     Row("the same gradient, deterministic", lambda p: _has_scattered_gradient(p) and p.deterministic, {
         "triton backward": "adds gradients of tensors that a score function reads in any order",

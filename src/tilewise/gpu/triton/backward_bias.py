@@ -102,13 +102,10 @@ def attn_bwd_dbias_kernel(
             bias_tile = load_scores(extras.bias, rows, columns, seq, True)
         for n in range(first, last):
             ahead, rest = n % count * BLOCK_N, n // count
+            b, h = bias_b + rest // loop_heads, bias_h + rest % loop_heads
             acc += dbias_step(
                 q, k, v, do, shift_ptr, low_ptr, delta_ptr, bias_tile, i0 + ahead, col0 + ahead,
-                q_start, k_start,
-                Sequence(
-                    bias_b + rest // loop_heads, bias_h + rest % loop_heads,
-                    seqlen_q, seqlen_k, seq.offset, seq.first_col,
-                ),
+                q_start, k_start, Sequence(b, h, seqlen_q, seqlen_k, seq.offset, seq.first_col),
                 ragged, extras, sizes, factors, cfg, OF_DISTANCES,
             )  # fmt: skip
         if not OF_DISTANCES:
@@ -120,15 +117,8 @@ def attn_bwd_dbias_kernel(
             rest = n // (loop_cols * loop_rows)
             if OF_DISTANCES:
                 row += col * BLOCK_N
-            q_start, k_start, j0, seq, is_seen = dbias_tile_rows(
-                row,
-                col * BLOCK_N,
-                bias_b + rest // loop_heads,
-                bias_h + rest % loop_heads,
-                ragged,
-                sizes,
-                cfg,
-            )
+            b, h = bias_b + rest // loop_heads, bias_h + rest % loop_heads
+            q_start, k_start, j0, seq, is_seen = dbias_tile_rows(row, col * BLOCK_N, b, h, ragged, sizes, cfg)
             if is_seen & (row >= 0):
                 offs_i = (row + tl.arange(0, BLOCK_M))[:, None]
                 offs_j = (j0 + tl.arange(0, BLOCK_N))[None, :]

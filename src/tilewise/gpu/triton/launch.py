@@ -376,10 +376,10 @@ def _shared_dbias(
     choices = (tile, sizes, functions, is_early)
     run_steps(problem, [_step(given, _dbias_launch, results._replace(dbias=partial), *choices)])
     total = partial if splits == 1 else partial.view(splits, batch, *shape).sum(0).to(bias.dtype)
-    return _of_distances(problem, total, tile.block_m) if problem.bias_of_distances else total
+    return _summed_by_distance(problem, total, tile.block_m) if problem.bias_of_distances else total
 
 
-def _of_distances(problem: AttentionProblem, diagonals: Tensor, block: int) -> Tensor:
+def _summed_by_distance(problem: AttentionProblem, diagonals: Tensor, block: int) -> Tensor:
     """Sums by distance, of those of diagonals of tiles (…, diagonals, distances of a tile): they overlap.
 
     The next diagonal begins `block` distances after the one before.

@@ -2,7 +2,7 @@
 
 Lanes hold queries, or keys where queries are few; the other one is a number. A node is computed as seldom as
 it may be. Numbers by themselves are 64 bits wide, in vectors integers are 32 bits wide where those hold every
-value (`core.functions.widths`).
+value (`core.functions.interval`).
 """
 
 from __future__ import annotations
