@@ -198,7 +198,7 @@ def compile_combine(capability: int) -> list[dict[str, Any]]:
     make = functools.partial(torch.empty, device="meta")
 
     def run() -> None:
-        for dtype, count in ((torch.bfloat16, 3), (torch.float32, 2)):
+        for dtype, count in ((torch.bfloat16, 3), (torch.float32, 2), (torch.bfloat16, 6)):
             for lse in (make(1, 16, 512), None):
                 target = make(1, 512, 16, 128, dtype=dtype)
                 parts = (combine.Operand(0, target, lse),) * count

@@ -45,8 +45,17 @@ def whole(operand, fill):
     return out, lse
 
 
+SPANS = [
+    [(0, 70), (3, 41)],
+    [(0, 33), (33, 60)],
+    [(0, 70), (64, 65), (10, 70)],
+    [(0, 33), (33, 70), (5, 9), (0, 70), (40, 69)],
+    [(30, 70)] * 6,
+]
+
+
 @pytest.mark.parametrize("with_lse", [True, False])
-@pytest.mark.parametrize("spans", [[(0, 70), (3, 41)], [(0, 33), (33, 60)], [(0, 70), (64, 65), (10, 70)]])
+@pytest.mark.parametrize("spans", SPANS)
 @pytest.mark.parametrize("dim, dtype", [(16, torch.float32), (24, torch.float16)])
 def test_rows_are_merged_or_added(dim, dtype, spans, with_lse):
     given = operands(spans, dim, dtype, with_lse)

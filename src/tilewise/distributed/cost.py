@@ -2,11 +2,12 @@
 
 A rank computes step n while the keys of step n + 1 arrive, in the backward also gradients of step n - 1:
 
-    time = sum over steps of max(FLOPs / speed, messages * latency + bytes / bandwidth)
+    messages = count * latency + max(bytes / bandwidth, bytes of one peer / bandwidth of one peer)
+    time = sum over steps of max(FLOPs / speed + taken * messages, messages)
 
-In the backward the rank's own work is the first and the last step. Ulysses adds two exchanges of heads for
-tokens, which nothing overlaps. Blocks are taken to run at the speed of long sequences, and merging to be
-free: the efficiency is an upper bound.
+`taken`: a GPU's messages are kernels, which hold some of its multiprocessors. In the backward the rank's own
+work is the first and the last step. Ulysses adds two exchanges of heads for tokens, which nothing overlaps.
+Blocks are taken to run at the speed of long sequences, and merging to be free.
 """
 
 from __future__ import annotations
@@ -31,18 +32,21 @@ from tilewise.distributed.schedule import Message, Rules, Step, make_schedule
 BACKWARD_FLOPS = 2.5  # of those of the forward: five products instead of two
 EQUAL = 0.01  # times that differ by less, a forward's by twice that: the method that holds less is taken
 MOST_RANKS = 4  # whose schedules are made: the first, the last and some between
+TAKEN_BY_NCCL = 0.15
 
 
 class Network(NamedTuple):
     """How fast messages are, and attention on one rank."""
 
     flops: float  # FLOP/s of the forward on one rank
-    bandwidth: float  # bytes/s into a rank from its node
+    bandwidth: float  # bytes/s into a rank from all others of its node together
     latency: float  # seconds of a message
     per_node: int | None = None  # ranks of a node; None: all
     far_bandwidth: float | None = None  # bytes/s into a rank from other nodes; None: as from its own
     far_latency: float | None = None
     backward_flops: float | None = None  # FLOP/s of the backward on one rank; None: as of the forward
+    peer_bandwidth: float | None = None  # bytes/s into a rank from one other of its node; None: bandwidth
+    taken: float = 0.0  # the share of a rank's speed that messages take while they travel
 
 
 _measured: dict[tuple[Any, torch.dtype, torch.device], Network] = {}
@@ -63,31 +67,40 @@ def measured(ranks: Ranks, dtype: torch.dtype, device: torch.device) -> Network:
         ).sin()  # not of the caller's generator
         x = numbers.to(dtype).view(1, tokens, heads, head_dim)
         leaf = x.clone().requires_grad_()
-        messages = [torch.zeros(n, dtype=torch.uint8, device=device) for n in (1, large)]
+        tiny, message = (torch.zeros(n, dtype=torch.uint8, device=device) for n in (1, large))
+        after, before = (ranks.rank + 1) % ranks.world, (ranks.rank - 1) % ranks.world
+        others = [rank for rank in range(ranks.world) if rank != ranks.rank]
 
         def forward_and_backward() -> None:
             with torch.enable_grad():
                 torch.autograd.grad(attention(leaf, leaf, leaf), leaf, x)  # type: ignore[arg-type]
 
         calls: list[Callable[[], object]] = [functools.partial(attention, x, x, x), forward_and_backward]
-        calls += [functools.partial(_pass_on, ranks, m) for m in messages]
+        calls += [functools.partial(_exchange_bytes, ranks, m, [after], [before]) for m in (tiny, message)]
+        share = message[: large // max(1, len(others))]
+        calls.append(functools.partial(_exchange_bytes, ranks, share, others, others))
         times = torch.tensor([_fastest(call, calls[0], device) for call in calls], device=device)
         dist.all_reduce(times, dist.ReduceOp.MAX, group=ranks.group)
-        forward, both, latency, transfer = times.tolist()
+        forward, both, latency, of_one, of_all = times.tolist()
         flops = _flops(Sizes(1, heads, heads, head_dim, head_dim, 1)) * tokens**2
         _measured[key] = Network(
             flops / forward,
-            large / max(transfer - latency, 1e-9),
+            large / max(min(of_one, of_all) - latency, 1e-9),
             latency,
             backward_flops=BACKWARD_FLOPS * flops / max(both - forward, 1e-9),
+            peer_bandwidth=large / max(of_one - latency, 1e-9),
+            taken=0.0 if is_cpu else TAKEN_BY_NCCL,
         )
     return _measured[key]
 
 
-def _pass_on(ranks: Ranks, message: torch.Tensor) -> None:
-    """Each rank sends to the next one."""
-    after, before = (ranks.rank + 1) % ranks.world, (ranks.rank - 1) % ranks.world
-    for work in ranks.exchange([(after, message)], [(before, torch.empty_like(message))]):
+def _exchange_bytes(ranks: Ranks, message: torch.Tensor, targets: list[int], sources: list[int]) -> None:
+    """A message to each target, and one from each source."""
+    sends, receives = (
+        [(peer, message) for peer in targets],
+        [(p, torch.empty_like(message)) for p in sources],
+    )
+    for work in ranks.exchange(sends, receives):
         work.wait()
 
 
@@ -248,9 +261,9 @@ def _check_network(network: Any) -> None:
             _check_counts(**{"network.per_node": value})
         else:
             check_number(f"network.{name}", value)
-            is_latency = name.endswith("latency")
-            if not (value >= 0 if is_latency else value > 0) or value == float("inf"):
-                bound = "at least 0" if is_latency else "positive"
+            may_be_0 = name.endswith("latency") or name == "taken"
+            if not (value >= 0 if may_be_0 else value > 0) or value == float("inf"):
+                bound = "at least 0" if may_be_0 else "positive"
                 raise ValueError(f"network.{name}={value} must be finite and {bound}")
 
 
@@ -340,15 +353,15 @@ class _Walk:
         back = [self.arrival(step.sends) if is_backward else 0.0 for step in steps]
         seconds = back[-1]
         for n, work in enumerate(computing):
-            seconds += max(work, keys[n + 1] + (back[n - 1] if n > 0 else 0.0))
+            travel = keys[n + 1] + (back[n - 1] if n > 0 else 0.0)
+            seconds += max(work + self.network.taken * travel, travel)
         return seconds, sum(computing)
 
     def arrival(self, messages: tuple[Message, ...]) -> float:
         """Seconds until messages are here."""
-        rank, itemsize = self.rank * self.degree, self.sizes.itemsize
-        return sum(
-            _seconds(self.network, rank, m.peer * self.degree, self.count((m,)) * itemsize) for m in messages
-        )
+        itemsize = self.sizes.itemsize
+        loads = [(m.peer * self.degree, self.count((m,)) * itemsize) for m in messages]
+        return _seconds(self.network, self.rank * self.degree, loads)
 
     def count(self, messages: tuple[Message, ...]) -> int:
         return self.row * sum(b - a for m in messages for a, b in m.rows)
@@ -363,11 +376,20 @@ class _Walk:
         return sum(sizes if pattern == "all_gather" else sizes[-2:])
 
 
-def _seconds(network: Network, rank: int, peer: int, size: float) -> float:
-    is_far = network.per_node is not None and rank // network.per_node != peer // network.per_node
-    bandwidth = network.far_bandwidth if is_far and network.far_bandwidth else network.bandwidth
-    latency = network.far_latency if is_far and network.far_latency else network.latency
-    return latency + size / bandwidth
+def _seconds(network: Network, rank: int, loads: Sequence[tuple[int, float]]) -> float:
+    """Seconds until what is sent to a rank at once is there: (peer, bytes) of each message."""
+    near: dict[int, float] = {}
+    latency = far = 0.0
+    for peer, size in loads:
+        is_far = network.per_node is not None and rank // network.per_node != peer // network.per_node
+        latency += network.far_latency if is_far and network.far_latency else network.latency
+        if is_far and network.far_bandwidth:
+            far += size
+        else:
+            near[peer] = near.get(peer, 0.0) + size
+    of_one = max(near.values(), default=0.0) / (network.peer_bandwidth or network.bandwidth)
+    seconds = latency + max(sum(near.values()) / network.bandwidth, of_one)
+    return seconds + far / network.far_bandwidth if network.far_bandwidth else seconds
 
 
 def _exchange(
@@ -381,6 +403,6 @@ def _exchange(
     numbers = sizes.num_heads * both + max(sizes.num_kv_heads, degree) * both
     to_peer = tokens * numbers * sizes.itemsize / degree
     times = 2 if backward else 1
-    seconds = sum(_seconds(network, 0, peer, to_peer) for peer in range(1, degree))
+    seconds = _seconds(network, 0, [(peer, to_peer) for peer in range(1, degree)])
     seconds += network.latency * (degree - 1)  # there are two exchanges
     return times * seconds, int(times * to_peer * (degree - 1))

@@ -10,9 +10,9 @@ from torch import Tensor
 from tilewise.api import attention_with_cache
 from tilewise.cache import KVCache, PagedKVCache
 from tilewise.core.checks import check_flag, check_tensors, shown
-from tilewise.core.merge import merge
 from tilewise.distributed.faults import agree
 from tilewise.distributed.ranks import gather, ranks_of
+from tilewise.distributed.totals import Totals
 
 
 def attention_with_split_cache(
@@ -83,9 +83,11 @@ def attention_with_split_cache(
     assert found is not None
     out, lse = found
     numbers = torch.cat((out.to(lse.dtype), lse.transpose(1, 2)[..., None]), -1)  # one message
-    parts = [(t[..., :-1], t[..., -1].transpose(1, 2)) for t in gather(numbers, ranks)]
-    merged, lse = merge(parts)
-    out = merged.to(query.dtype)
+    total = Totals(query, out.shape[-1], has_lse=True)
+    for part in gather(numbers, ranks):
+        total.add(0, part[..., :-1], part[..., -1].transpose(1, 2).contiguous())
+    out, lse = total.finish()
+    assert lse is not None
     return (out, lse) if return_lse else out
 
 

@@ -107,6 +107,7 @@ def _forward(
             key, value = _swapped(arriving.wait())
         if number + 1 < len(steps):
             arriving = wire.send_keys(work.ranks, steps[number + 1], own)
+            work.ranks.let_messages_begin(query.device)
         for part in work.parts(step, query.device):
             found = attend(part, query, key, value, extras, work.options, work.backend, work.origin)
             total.add(part.block.q0, *found)
@@ -147,6 +148,8 @@ class Backward:
                 totals = Totals(key, key.shape[-1]), Totals(value, value.shape[-1])
             if number + 1 < len(steps) and not steps[number + 1].is_own:
                 arriving = wire.send_keys(work.ranks, steps[number + 1], own)
+            if len(steps) > 1:
+                work.ranks.let_messages_begin(self.query.device)
             for part in work.parts(step, self.query.device):
                 self._add(part, key, value, totals, results, dout, dlse)
             if returning is not None:

@@ -32,6 +32,22 @@ class Ranks:
         operations += [dist.P2POp(dist.irecv, t, self.peers[peer], self.group) for peer, t in receives]
         return dist.batch_isend_irecv(operations) if operations else []
 
+    def let_messages_begin(self, device: torch.device) -> None:
+        """Hold the current stream back for some microseconds, until messages just started are under way.
+
+        A kernel of one device keeps all multiprocessors until it ends. Messages are kernels too: were they an
+        instant later, they would come behind it instead of beside it.
+        """
+        if device.type != "cuda":
+            return
+        if device not in _detours:
+            _detours[device] = torch.cuda.Stream(device), torch.zeros(1, device=device)
+        (detour, scratch), stream = _detours[device], torch.cuda.current_stream(device)
+        detour.wait_stream(stream)
+        with torch.cuda.stream(detour):
+            scratch.zero_()
+        stream.wait_stream(detour)
+
     def some(self, members: tuple[int, ...]) -> Ranks:
         """Those of these ranks, this one among them, in the same group: for `exchange`.
 
@@ -65,6 +81,7 @@ class Ranks:
 
 
 _connected: set[Any] = set()
+_detours: dict[torch.device, tuple[torch.cuda.Stream, Tensor]] = {}
 ALONE = Ranks(None, 0, 1, (0,))
 
 

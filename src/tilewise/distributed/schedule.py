@@ -6,7 +6,8 @@ before.
 
     method         keys of
     "ring"         one rank a step: at most two steps' keys are held
-    "all_gather"   all ranks in one step
+    "all_gather"   all ranks in two steps, half of each rank's keys in either: the second half travels while
+                   the first is computed with
 
 Every rank makes the same schedule of all ranks, so both ends of a message agree on its rows. A block is a
 call of one-device attention: rows of queries against rows of keys, with a window that is aligned at their
@@ -123,11 +124,11 @@ def _half(pieces: tuple[Piece, ...], multiple: int) -> int:
 @functools.lru_cache(maxsize=128)
 def _steps_with_others(layout: Layout, rank: int, rules: Rules, method: str) -> tuple[Step, ...]:
     steps = []
-    for sources, targets in _rounds(layout, rank, rules, method):
-        receives, keys, blocks = _arrivals(layout, rank, sources, rules)
+    for sources, targets, half in _rounds(layout, rank, rules, method):
+        receives, keys, blocks = _arrivals(layout, rank, sources, half, rules)
         sends: list[Message] = []
         for peer in targets:
-            rows = _rows_of(layout.pieces[rank], _needed(layout, peer, rank, rules))
+            rows = _rows_of(layout.pieces[rank], _needed(layout, peer, rank, half, rules))
             sends += [Message(peer, r) for r in _messages(rows, len(sources) == 1)]
         steps.append(Step(receives, tuple(sends), keys, blocks))
     return tuple(steps)
@@ -135,13 +136,13 @@ def _steps_with_others(layout: Layout, rank: int, rules: Rules, method: str) -> 
 
 def _rounds(
     layout: Layout, rank: int, rules: Rules, method: str
-) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """For each step after the first: whom a rank receives keys from, and whom it sends its own to."""
+) -> list[tuple[tuple[int, ...], tuple[int, ...], int | None]]:
+    """For each step after the first: whom keys come from, whom own ones go to, and which half of them."""
     world = layout.world
     if method == "all_gather":
         others = tuple(r for r in range(world) if r != rank)
-        return [(others, others)] if others else []
-    return [(((rank - n) % world,), ((rank + n) % world,)) for n in _distances(layout, rules)]
+        return [(others, others, half) for half in _halves(layout, rules)] if others else []
+    return [(((rank - n) % world,), ((rank + n) % world,), None) for n in _distances(layout, rules)]
 
 
 @functools.lru_cache(maxsize=128)
@@ -151,13 +152,31 @@ def _distances(layout: Layout, rules: Rules) -> tuple[int, ...]:
     All ranks take the same steps, also those in which some have nothing to send: messages of two steps that
     came in another order on two ranks would wait for each other.
     """
-    world = layout.world
-    everything = tuple(range(1, world))
-    if world > MOST_ASKED or (rules.left is None and len(layout.starts) == 2):
+    everything = tuple(range(1, layout.world))
+    if _all_need_all(layout, rules):
         return everything
     return tuple(
-        n for n in everything if any(_needed(layout, r, (r - n) % world, rules) for r in range(world))
+        n for n in everything if any(_needed(layout, *pair, None, rules) for pair in _pairs(layout, n))
     )
+
+
+@functools.lru_cache(maxsize=128)
+def _halves(layout: Layout, rules: Rules) -> tuple[int, ...]:
+    """Likewise the halves of which any rank needs keys of another."""
+    if _all_need_all(layout, rules):
+        return 0, 1
+    pairs = [pair for n in range(1, layout.world) for pair in _pairs(layout, n)]
+    return tuple(half for half in (0, 1) if any(_needed(layout, *pair, half, rules) for pair in pairs))
+
+
+def _all_need_all(layout: Layout, rules: Rules) -> bool:
+    """Whether each rank needs keys of each other, or there are too many ranks to see."""
+    return layout.world > MOST_ASKED or (rules.left is None and len(layout.starts) == 2)
+
+
+def _pairs(layout: Layout, distance: int) -> list[tuple[int, int]]:
+    """All ranks, each with the one so far before it."""
+    return [(rank, (rank - distance) % layout.world) for rank in range(layout.world)]
 
 
 def _visible(a: int, b: int, c: int, d: int, rules: Rules) -> tuple[int, int, int, int]:
@@ -284,13 +303,18 @@ def _side(block: Block) -> int:
 
 
 @functools.lru_cache(maxsize=4096)
-def _needed(layout: Layout, rank: int, source: int, rules: Rules) -> tuple[Piece, ...]:
-    """What of a source's keys some query of a rank can see."""
+def _needed(layout: Layout, rank: int, source: int, half: int | None, rules: Rules) -> tuple[Piece, ...]:
+    """What of a source's keys, or of the first or second half of them, some query of a rank can see."""
     queries: dict[int, list[Piece]] = {}
     for piece in layout.pieces[rank]:
         queries.setdefault(piece.document, []).append(piece)
     needed: list[Piece] = []
-    for k in layout.pieces[source]:
+    keys = layout.pieces[source]
+    if half is not None:
+        middle = _half(keys, rules.multiple)
+        rows = (0, middle) if half == 0 else (middle, layout.length(source))
+        keys = tuple(piece for piece, _ in _within(_with_offsets(keys), rows))
+    for k in keys:
         seen = sorted(
             (c, d)
             for q in queries.get(k.document, [])
@@ -307,10 +331,10 @@ def _needed(layout: Layout, rank: int, source: int, rules: Rules) -> tuple[Piece
 
 
 def _arrivals(
-    layout: Layout, rank: int, sources: tuple[int, ...], rules: Rules
+    layout: Layout, rank: int, sources: tuple[int, ...], half: int | None, rules: Rules
 ) -> tuple[tuple[Message, ...], int, tuple[Block, ...]]:
     """What a rank receives in a step: messages, rows of keys, and the blocks that these allow."""
-    needed = {source: _needed(layout, rank, source, rules) for source in sources}
+    needed = {source: _needed(layout, rank, source, half, rules) for source in sources}
     pieces = sorted(itertools.chain(*needed.values()))
     offsets = dict(_with_offsets(pieces))
     receives: list[Message] = []

@@ -1,6 +1,6 @@
 """Results of parts put together: few passes over memory, sums in float32, one rounding.
 
-Parts wait until there are three, or nothing comes after them. Where the first has all rows and the right
+Parts wait until there are six, or nothing comes after them. Where the first has all rows and the right
 dtype, the others are added to it in place, in their rows only: what a single part gives is never copied.
 """
 
@@ -15,7 +15,7 @@ from tilewise.core.merge import merge_into
 from tilewise.gpu.launch.launch_plan import HAS_TRITON
 
 NEG_INF = float("-inf")
-MOST = 3  # that wait
+MOST = 6  # that wait: as many as one launch takes
 
 
 class Rows(NamedTuple):

@@ -1,4 +1,4 @@
-"""Results over disjoint sets of keys put together, up to three at a time, in one pass over memory.
+"""Results over disjoint sets of keys put together, up to six at a time, in one pass over memory.
 
 Each operand holds some rows of the target. With log-sum-exps they are weighted as in `core.merge`:
 
@@ -18,7 +18,8 @@ from torch import Tensor
 
 from tilewise.gpu.launch.launch_plan import Launch, Tensors, run
 
-MOST = 3  # operands of a launch
+MOST = 6  # operands of a launch
+FEW = 3  # or so many: two kernels in all
 BLOCK_T = 32  # tokens of a program
 
 
@@ -36,19 +37,20 @@ def combine(target: Tensor, lse: Tensor | None, operands: tuple[Operand, ...], s
     Args:
         target: (batch, tokens, heads, dim), its last dimension contiguous.
         lse: (batch, heads, tokens) float32, or None: the operands are added.
-        operands: at least one.
+        operands: one to MOST.
     """
-    missing = MOST - len(operands)  # the kernel takes all: the first again, without rows
-    spans = [(o.start, o.start + o.out.shape[1]) for o in operands] + [(0, 0)] * missing
-    tensors = [t for o in operands + operands[:1] * missing for t in (_dense(o.out), _dense(o.lse))]
-    run(_launch, (start, stop, *spans), (target, lse, *tensors))
+    count = FEW if len(operands) <= FEW else MOST
+    spans = [(o.start, o.start + o.out.shape[1]) for o in operands] + [(0, 0)] * (MOST - len(operands))
+    padded = operands + operands[:1] * (MOST - len(operands))  # the first again, without rows
+    tensors = [t for o in padded for t in (_dense(o.out), _dense(o.lse))]
+    run(_launch, (start, stop, *spans), (target, lse, *tensors), count)
 
 
 def _dense(t: Tensor | None) -> Tensor | None:
     return t if t is None or t.stride(-1) == 1 or t.shape[-1] == 1 else t.contiguous()
 
 
-def _launch(problem: tuple[int, int, tuple[int, int]], tensors: Tensors) -> Launch:
+def _launch(problem: tuple[int, int, tuple[int, int]], tensors: Tensors, count: int) -> Launch:
     start, stop, *spans = problem
     target, lse, *rest = tensors
     assert target is not None
@@ -58,7 +60,7 @@ def _launch(problem: tuple[int, int, tuple[int, int]], tensors: Tensors) -> Laun
         _pointers(target, lse),
         *(_pointers(*rest[n : n + 2]) for n in range(0, 2 * MOST, 2)),
         *(start, stop, *(row for span in spans for row in span), heads, blocks),
-        *(dim, BLOCK_T, triton.next_power_of_2(dim)),
+        *(dim, BLOCK_T, triton.next_power_of_2(dim), count),
     )
     return Launch(combine_kernel, batch * heads * blocks, arguments, 4)
 
@@ -82,41 +84,44 @@ def _pointers(out: Tensor | None, lse: Tensor | None) -> Pointers:
     return Pointers(out, batch, token, head, lse, lse_batch, lse_head)
 
 
-_ROWS = [f"{name}_{end}" for name in "abc" for end in ("start", "stop")]
+_ROWS = [f"{name}_{end}" for name in "abcdef" for end in ("start", "stop")]
 
 
 @triton.jit(do_not_specialize=["start", "stop", *_ROWS, "heads", "blocks"])
 def combine_kernel(
-    target, a, b, c, start, stop, a_start, a_stop, b_start, b_stop, c_start, c_stop, heads, blocks,
-    DIM: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
+    target, a, b, c, d, e, f, start, stop,
+    a_start, a_stop, b_start, b_stop, c_start, c_stop, d_start, d_stop, e_start, e_stop, f_start, f_stop,
+    heads, blocks, DIM: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, COUNT: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (batch * heads * blocks,), blocks of BLOCK_T rows."""
+    """Grid: (batch * heads * blocks,), blocks of BLOCK_T rows. Operands behind the first COUNT have none."""
+    operands = (a, b, c, d, e, f)
+    starts = (a_start, b_start, c_start, d_start, e_start, f_start)
+    stops = (a_stop, b_stop, c_stop, d_stop, e_stop, f_stop)
     bh = tl.program_id(0) // blocks
     batch = (bh // heads).to(tl.int64)
     head = (bh % heads).to(tl.int64)
     row = start + tl.program_id(0) % blocks * BLOCK_T + tl.arange(0, BLOCK_T)  # [BLOCK_T]
-    in_a = (row >= a_start) & (row < tl.minimum(a_stop, stop))
-    in_b = (row >= b_start) & (row < tl.minimum(b_stop, stop))
-    in_c = (row >= c_start) & (row < tl.minimum(c_stop, stop))
-    out_a = load_rows(a, batch, head, row - a_start, in_a, DIM, BLOCK_D)  # [BLOCK_T, BLOCK_D]
-    out_b = load_rows(b, batch, head, row - b_start, in_b, DIM, BLOCK_D)
-    out_c = load_rows(c, batch, head, row - c_start, in_c, DIM, BLOCK_D)
+    m = tl.full([BLOCK_T], float("-inf"), tl.float32)
     if target.lse is not None:
-        lse_a = load_lse(a, batch, head, row - a_start, in_a)  # [BLOCK_T]
-        lse_b = load_lse(b, batch, head, row - b_start, in_b)
-        lse_c = load_lse(c, batch, head, row - c_start, in_c)
-        m = tl.maximum(tl.maximum(lse_a, lse_b), lse_c)
+        for n in tl.static_range(COUNT):
+            exists = (row >= starts[n]) & (row < tl.minimum(stops[n], stop))
+            m = tl.maximum(m, load_lse(operands[n], batch, head, row - starts[n], exists))
         m = tl.where(m == float("-inf"), 0.0, m)  # -inf - -inf would be NaN
-        p_a, p_b, p_c = tl.exp(lse_a - m), tl.exp(lse_b - m), tl.exp(lse_c - m)
-        total = p_a + p_b + p_c
-        scale = tl.where(total == 0.0, 0.0, 1.0 / total)
-        p_a, p_b, p_c = p_a * scale, p_b * scale, p_c * scale
-        out = p_a[:, None] * out_a + p_b[:, None] * out_b + p_c[:, None] * out_c
+    total = tl.zeros([BLOCK_T], tl.float32)
+    out = tl.zeros([BLOCK_T, BLOCK_D], tl.float32)
+    for n in tl.static_range(COUNT):
+        exists = (row >= starts[n]) & (row < tl.minimum(stops[n], stop))
+        rows = load_rows(operands[n], batch, head, row - starts[n], exists, DIM, BLOCK_D)
+        if target.lse is not None:
+            p = tl.exp(load_lse(operands[n], batch, head, row - starts[n], exists) - m)
+            total += p
+            rows = p[:, None] * rows
+        out += rows
+    if target.lse is not None:
+        out = out * tl.where(total == 0.0, 0.0, 1.0 / total)[:, None]
         lse = tl.where(total == 0.0, float("-inf"), m + tl.log(total))
         lse_ptr = target.lse + batch * target.lse_stride_batch + head * target.lse_stride_head
         tl.store(lse_ptr + row, lse, mask=row < stop)
-    else:
-        out = out_a + out_b + out_c
     column = tl.arange(0, BLOCK_D)
     mask = (row < stop)[:, None] & (column < DIM)[None, :]
     ptr = target.out + batch * target.stride_batch + head * target.stride_head

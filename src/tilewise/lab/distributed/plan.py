@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import typer
 
@@ -66,7 +66,11 @@ def distributed(
     )
     if measured is not None:
         with one_line_errors("distributed"):
-            typer.echo(check(results.load(measured), network))
+            file = results.load(measured)
+            points = compare(file, network)
+            typer.echo(check(file, points))
+            if plot is not None:
+                draw_points(points, plot)
         return
     typer.echo(
         f"assumed: {flops:g} TFLOP/s a GPU, {bandwidth:g} GB/s and {latency:g} us in a node of {per_node}, "
@@ -109,10 +113,20 @@ def table(found: Predictions) -> str:
     return "\n".join(markdown(["GPUs", "tokens", *METHODS, "taken", "limited by"], rows))
 
 
-def check(found: results.Results, network: Network) -> str:
-    """Markdown: efficiencies of a file of the suite "distributed", each with the predicted one behind it.
+class Point(NamedTuple):
+    """The efficiency of a method in a case of a file, and what the model says of it."""
 
-    The speed of a device is its own in the case. On a CPU one device has the threads of all ranks.
+    case: str
+    method: str
+    measured: float
+    predicted: float
+
+
+def compare(found: results.Results, network: Network) -> list[Point]:
+    """Each case and method of a file of the suite "distributed".
+
+    The speed of a device is its own in the case; messages are those of `network`, or of the file if it has
+    them. On a CPU one device has the threads of all ranks.
 
     Raises:
         BenchError: the file is of another suite, or of one device.
@@ -120,29 +134,58 @@ def check(found: results.Results, network: Network) -> str:
     world = found.get("world", 1)
     if world < 2:
         raise BenchError(f"a file of suite {found['suite']!r} on one device has nothing to compare with")
-    names = [n for n in (f"tilewise:{m}" for m in METHODS) if any(n in r["peers"] for r in found["cases"])]
+    if "network" in found:
+        network = Network(**found["network"])
     devices = world if found["device"]["type"] == "cuda" else 1
-    rows, ratios = [], []
+    points = []
     for record in found["cases"]:
-        alone, row = record["peers"].get(ONE), [record["name"]]
+        alone = record["peers"].get(ONE)
         if not results.is_measured(alone):
             continue
         speed = record["flops"] * devices / world / results.median(alone)
-        choice = _explain_case(Case.from_json(record["case"]), world, network._replace(flops=speed))
-        predicted = {f"tilewise:{e.method}": e.efficiency for e in choice.estimates}
-        for name in names:
-            entry = record["peers"].get(name)
-            if name not in predicted or not results.is_measured(entry):
-                row.append("–")
-                continue
-            efficiency = results.ratio(alone, entry) / devices
-            ratios.append(predicted[name] / efficiency)
-            row.append(f"{efficiency:.2f} ({predicted[name]:.2f})")
-        rows.append(row)
-    header = [f"case (efficiency of {world} ranks, predicted)", *(n.removeprefix("tilewise:") for n in names)]
+        of_case = network._replace(flops=speed, backward_flops=None)
+        for e in _explain_case(Case.from_json(record["case"]), world, of_case).estimates:
+            entry = record["peers"].get(f"tilewise:{e.method}")
+            if results.is_measured(entry):
+                efficiency = results.ratio(alone, entry) / devices
+                points.append(Point(record["name"], e.method, efficiency, e.efficiency))
+    return points
+
+
+def check(found: results.Results, points: list[Point]) -> str:
+    """Markdown: measured efficiencies, each with the predicted one behind it."""
+    methods = [method for method in METHODS if any(p.method == method for p in points)]
+    rows: dict[str, list[str]] = {}
+    for p in points:
+        row = rows.setdefault(p.case, [p.case, *("–" for _ in methods)])
+        row[1 + methods.index(p.method)] = f"{p.measured:.2f} ({p.predicted:.2f})"
+    ratios = [p.predicted / p.measured for p in points]
     low, high = min(ratios, default=1.0), max(ratios, default=1.0)
     note = f"predicted / measured: {statistics.median(ratios or [1.0]):.2f} ({low:.2f} to {high:.2f})"
-    return "\n".join([*markdown(header, rows), "", note])
+    header = [f"case (efficiency of {found['world']} ranks, predicted)", *methods]
+    return "\n".join([*markdown(header, list(rows.values())), "", note])
+
+
+def draw_points(points: list[Point], path: Path) -> None:
+    """Measured efficiencies as points, predicted ones as bars, by case."""
+    from matplotlib.figure import Figure
+
+    cases = list(dict.fromkeys(p.case for p in points))
+    figure = Figure(figsize=(9, 1.5 + 0.5 * len(cases)), layout="constrained")
+    axes = figure.subplots()
+    for number, method in enumerate(METHODS):
+        own = [p for p in points if p.method == method]
+        places = [cases.index(p.case) + (number - 1.5) * 0.2 for p in own]
+        color = f"C{number}"
+        axes.barh(places, [p.predicted for p in own], 0.18, color=color, alpha=0.35)
+        axes.plot([p.measured for p in own], places, "o", color=color, label=method)
+    axes.set(
+        yticks=range(len(cases)), yticklabels=cases, xlabel="efficiency: measured (points), predicted (bars)"
+    )
+    axes.set_xlim(0, 1.05)
+    axes.invert_yaxis()
+    axes.legend(loc="lower left")
+    _save(figure, path)
 
 
 def _explain_case(case: Case, world: int, network: Network) -> Choice:
@@ -186,6 +229,10 @@ def draw(found: Predictions, path: Path) -> None:
         panel.set(title=f"{world} GPUs", xscale="log", xlabel="tokens", ylim=(0, 1.05))
         panel.legend()
     axes[0].set_ylabel("predicted efficiency, forward and backward")
+    _save(figure, path)
+
+
+def _save(figure: Any, path: Path) -> None:
     metadata = {"Date": None} if path.suffix == ".svg" else None
     try:
         figure.savefig(path, metadata=metadata)
