@@ -243,6 +243,7 @@ def report(compiled: Any, capability: int) -> dict[str, Any]:
         "is_serialized": "wgmma.mma_async instructions are serialized" in said,
         "matrix_instructions": len(re.findall(r"wgmma\.mma_async|tcgen05\.mma|mma\.sync", ptx)),
         "waits_for_kernel_before": "griddepcontrol.wait" in ptx,
+        "barriers": len(re.findall(r"bar(?:rier)?\.sync", ptx)),
         "warpgroup_instructions": len(re.findall(r"wgmma\.mma_async|tcgen05\.mma", ptx)),
     }
 

@@ -77,3 +77,17 @@ def test_a_target_that_is_an_operand_changes_in_its_rows_only():
     torch.testing.assert_close(first.out.double(), exact, rtol=1e-3, atol=1e-3)
     torch.testing.assert_close(first.lse.double(), exact_lse, rtol=1e-5, atol=1e-5)
     assert torch.equal(first.out[:, :20], before[:, :20]) and torch.equal(first.out[:, 50:], before[:, 50:])
+
+
+@pytest.mark.parametrize("count", [2, 5])
+def test_no_warp_overwrites_what_another_has_not_read(count, repeats=2 if IS_INTERPRETED else 50):
+    """The target is an operand of many programs, whose warps read lse of the same rows."""
+    tokens = 64 if IS_INTERPRETED else 8192
+    for _ in range(repeats):
+        outs = torch.randn(count, 1, tokens, 16, 128, device=DEVICE, dtype=torch.bfloat16)
+        lses = torch.randn(count, 1, 16, tokens, device=DEVICE) * 3
+        exact, exact_lse = merge([(o.float(), lse) for o, lse in zip(outs, lses)])
+        given = [Operand(0, o, lse) for o, lse in zip(outs, lses)]
+        combine(given[0].out, given[0].lse, tuple(given), 0, tokens)
+        torch.testing.assert_close(given[0].out.float(), exact, rtol=1e-2, atol=1e-2)
+        torch.testing.assert_close(given[0].lse, exact_lse, rtol=1e-5, atol=1e-5)

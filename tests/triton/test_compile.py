@@ -69,6 +69,8 @@ def test_kernels_compile_and_hardly_spill(
     kernels = {case: sum(row["case"] == case for row in rows) for case in (*drawn, "combine")}
     assert kernels[drawn[0]] >= (8 if drawn[0] in HEADLINE else 1)
     assert kernels[drawn[1]] == 2 and kernels["combine"] == 6 and sum(kernels.values()) == len(rows)
+    merging = [row for row in rows if row["case"] == "combine"]
+    assert all(row["barriers"] for row in merging)  # between reading a target and writing it
     check(rows, capability)
 
 

@@ -5,7 +5,7 @@ Each operand holds some rows of the target. With log-sum-exps they are weighted 
     lse = log(sum_p exp(lse_p)),   out = sum_p exp(lse_p - lse) out_p
 
 Without, they are added, as gradients are. Sums are in float32 and rounded once. The target may be an operand:
-a program reads its rows before it writes them.
+a program reads its rows before it writes them, in all of its warps.
 """
 
 from __future__ import annotations
@@ -117,6 +117,7 @@ def combine_kernel(
             total += p
             rows = p[:, None] * rows
         out += rows
+    tl.debug_barrier()  # all warps have read what any of them overwrites, if the target is an operand
     if target.lse is not None:
         out = out * tl.where(total == 0.0, 0.0, 1.0 / total)[:, None]
         lse = tl.where(total == 0.0, float("-inf"), m + tl.log(total))

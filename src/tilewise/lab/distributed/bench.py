@@ -167,7 +167,7 @@ def _prepare(
     name: str, prepare: Prepare, data: Data, group: Group, clock: Stopwatch, ready: dict[str, _Ready]
 ) -> results.Entry:
     """Set up, check, warm up. Only what passes is put into `ready`."""
-    case, prepared = data.case, prepare(data.case, data, group)
+    case, prepared, fault = data.case, prepare(data.case, data, group), None
     entry: results.Entry = {"layout": "bshd", "inner": 1}
     if group.world == 1:
         entry["ranks"] = ranks_of_peer(name)
@@ -176,11 +176,12 @@ def _prepare(
             found = prepared.results()
         if case.seqlen_q > LONGEST_GRADIENTS[group.device]:
             case = dataclasses.replace(case, direction="forward")
-        if group.rank == 0:
-            verdict = gate.check(case, data, found)
+        verdict = gate.check(case, data, found) if group.rank == 0 else None
+        if verdict is not None:
             entry |= {"error": verdict.error, "limit": verdict.limit}
-            if verdict.fault is not None:
-                return {"status": "wrong", "reason": verdict.fault, **entry}
+            fault = verdict.fault
+    if _largest(float(fault is not None), group):  # all ranks stop
+        return {"status": "wrong", "reason": fault or "on the first rank", **entry}
     peer = _Ready(prepared, torch.get_num_threads() * (group.world if name == ONE else 1))
     (seconds,) = peer.samples(group, clock, 1)
     peer.count, _ = clock.plan(seconds, quick=False)
