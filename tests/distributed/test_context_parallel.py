@@ -65,6 +65,20 @@ def test_documents(pool, method, balance, options, number):
     pool.run(2 + number, CASES, "check", number, method, balance, options, 50, 12, 12, DOCUMENTS[number])
 
 
+@pytest.mark.parametrize(
+    "balance, options, documents, halves",
+    [
+        ("zigzag", {"causal": True}, None, 2),
+        ("contiguous", {"window": (5, 0)}, None, 1),  # neighbours need the ends of shards only
+        ("documents", {"causal": True}, (0, 3, 9, 40, 41, 61), 2),
+    ],
+)
+def test_keys_of_all_ranks_in_two_halves(pool, balance, options, documents, halves):
+    """Keys and values: in the forward, in the backward, and their gradients."""
+    for calls in pool.run(3, CASES, "collectives", 3, balance, options, documents):
+        assert calls == [3] * (2 * 3 * halves)
+
+
 @pytest.mark.sample(4)
 @pytest.mark.parametrize("seed", range(50))
 def test_random_problems(pool, seed):

@@ -44,6 +44,19 @@ def test_seconds_and_bytes():
     assert found["ulysses"].bytes_held == 0
 
 
+def test_one_peer_may_be_slower_than_all_together_and_messages_take_multiprocessors():
+    options = {"world": 4, "num_heads": 8, "num_kv_heads": 2, "head_dim": 16, "dtype": float16}
+    network = Network(flops=1e30, bandwidth=3e6, latency=0.0, peer_bandwidth=1e6)
+    found = methods(4000, network=network, backward=False, **options)
+    message = 1000 * 2 * 32 * 2
+    assert found["ring"].seconds == pytest.approx(3 * message / 1e6)
+    assert found["all_gather"].seconds == pytest.approx(message / 1e6)
+    work = 4000 * 1000 * 2 * 8 * 32
+    network = Network(flops=work, bandwidth=10 * message, latency=0.0, taken=0.5)
+    found = methods(4000, network=network, backward=False, **options)
+    assert found["ring"].seconds == pytest.approx(1 + 0.5 * 3 / 10)
+
+
 def test_the_choice_follows_the_network():
     near = Network(flops=600e12, bandwidth=300e9, latency=1e-5)
     assert explain(32768, world=8, network=near, num_heads=16, causal=True).method == "ring"

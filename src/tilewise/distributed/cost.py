@@ -61,7 +61,7 @@ def measured(ranks: Ranks, dtype: torch.dtype, device: torch.device) -> Network:
     key = (ranks.group, dtype, device)
     if key not in _measured:
         is_cpu = device.type == "cpu"
-        tokens, heads, head_dim, large = (512, 4, 64, 1 << 22) if is_cpu else (8192, 16, 128, 1 << 26)
+        tokens, heads, head_dim, large = (512, 4, 64, 1 << 22) if is_cpu else (8192, 16, 128, 1 << 28)
         numbers = torch.arange(
             tokens * heads * head_dim, device=device
         ).sin()  # not of the caller's generator
@@ -85,10 +85,10 @@ def measured(ranks: Ranks, dtype: torch.dtype, device: torch.device) -> Network:
         flops = _flops(Sizes(1, heads, heads, head_dim, head_dim, 1)) * tokens**2
         _measured[key] = Network(
             flops / forward,
-            large / max(min(of_one, of_all) - latency, 1e-9),
+            large / max(min(of_one, of_all), 1e-9),
             latency,
             backward_flops=BACKWARD_FLOPS * flops / max(both - forward, 1e-9),
-            peer_bandwidth=large / max(of_one - latency, 1e-9),
+            peer_bandwidth=large / max(of_one, 1e-9),
             taken=0.0 if is_cpu else TAKEN_BY_NCCL,
         )
     return _measured[key]

@@ -16,8 +16,10 @@ from torch.autograd.function import once_differentiable
 
 from tilewise.distributed.layout import Layout
 from tilewise.distributed.ranks import Ranks
-from tilewise.distributed.schedule import MAX_MESSAGES, Range
+from tilewise.distributed.schedule import Range
 from tilewise.distributed.wire import row_index
+
+MAX_MESSAGES = 4  # of a tensor from one rank; more ranges of rows are packed into one message
 
 
 @dataclass(frozen=True)

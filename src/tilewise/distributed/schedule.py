@@ -27,7 +27,6 @@ from typing import NamedTuple
 from tilewise.core.mask import Visibility
 from tilewise.distributed.layout import Layout, Piece
 
-MAX_MESSAGES = 4  # from one rank in a step; more ranges of rows are packed into one message
 MOST_ASKED = 64  # ranks: of more it would take too long to see which of them need nothing of each other
 Range = tuple[int, int]
 
@@ -70,6 +69,7 @@ class Step:
     keys: int  # rows that arrive, or that are the rank's own
     blocks: tuple[Block, ...]
     is_own: bool = False
+    is_collective: bool = False  # every rank takes part, with one message at most to and from each other
 
 
 class Rules(NamedTuple):
@@ -129,8 +129,8 @@ def _steps_with_others(layout: Layout, rank: int, rules: Rules, method: str) -> 
         sends: list[Message] = []
         for peer in targets:
             rows = _rows_of(layout.pieces[rank], _needed(layout, peer, rank, half, rules))
-            sends += [Message(peer, r) for r in _messages(rows, len(sources) == 1)]
-        steps.append(Step(receives, tuple(sends), keys, blocks))
+            sends += [Message(peer, r) for r in _messages(rows)]
+        steps.append(Step(receives, tuple(sends), keys, blocks, is_collective=half is not None))
     return tuple(steps)
 
 
@@ -340,7 +340,7 @@ def _arrivals(
     receives: list[Message] = []
     for source, found in needed.items():
         rows = [(offsets[p], offsets[p] + p.stop - p.start) for p in found]
-        receives += [Message(source, r) for r in _messages(rows, len(sources) == 1)]
+        receives += [Message(source, r) for r in _messages(rows)]
     keys = sum(p.stop - p.start for p in pieces)
     return tuple(receives), keys, _blocks(_with_offsets(layout.pieces[rank]), list(offsets.items()), rules)
 
@@ -356,13 +356,9 @@ def _rows_of(own: tuple[Piece, ...], found: tuple[Piece, ...]) -> list[Range]:
     return rows
 
 
-def _messages(rows: list[Range], is_alone: bool) -> list[tuple[Range, ...]]:
-    """Ranges of rows as messages: those that a source sends alone arrive one behind the other, as one."""
-    if not rows:
-        return []
-    if is_alone or len(rows) > MAX_MESSAGES:
-        joined = [rows[0]]
-        for a, b in rows[1:]:
-            joined[-1:] = [(joined[-1][0], b)] if joined[-1][1] == a else [joined[-1], (a, b)]
-        return [tuple(joined)]
-    return [(r,) for r in rows]
+def _messages(rows: list[Range]) -> list[tuple[Range, ...]]:
+    """Ranges of rows as one message, if there are any; those that touch as one range."""
+    joined = rows[:1]
+    for a, b in rows[1:]:
+        joined[-1:] = [(joined[-1][0], b)] if joined[-1][1] == a else [joined[-1], (a, b)]
+    return [tuple(joined)] if joined else []

@@ -23,13 +23,17 @@ class Transfer:
     def __init__(
         self,
         ranks: Ranks,
+        step: Step,
         sends: list[tuple[int, Tensor]],
         receives: list[tuple[int, Tensor]],
         result: Rows,
         arrive: Callable[[], None],
     ) -> None:
         self.result, self.arrive, self.kept = result, arrive, (sends, receives)
-        self.works = ranks.exchange(sends, receives)
+        if step.is_collective:
+            self.works = ranks.exchange_all(sends, receives, result)
+        else:
+            self.works = ranks.exchange(sends, receives)
 
     def wait(self) -> Rows:
         """What arrived; on a GPU the current stream waits, not the host."""
@@ -58,7 +62,7 @@ def send_keys(ranks: Ranks, step: Step, own: Rows) -> Transfer:
         for message, target, rows in packed:
             target.index_copy_(0, row_index(message.rows, target.device), rows)
 
-    return Transfer(ranks, _outgoing(step.sends, own), receives, arriving, unpack)
+    return Transfer(ranks, step, _outgoing(step.sends, own), receives, arriving, unpack)
 
 
 def return_gradients(ranks: Ranks, step: Step, theirs: Rows, totals: tuple[Totals, Totals]) -> Transfer:
@@ -76,7 +80,7 @@ def return_gradients(ranks: Ranks, step: Step, theirs: Rows, totals: tuple[Total
                 total.add_at(row_index(message.rows, rows.device), rows.transpose(0, 1))
 
     receives = [(message.peer, rows) for message, _, rows in incoming]
-    return Transfer(ranks, _outgoing(step.receives, theirs), receives, theirs, add)
+    return Transfer(ranks, step, _outgoing(step.receives, theirs), receives, theirs, add)
 
 
 def _outgoing(messages: tuple[Message, ...], tensors: Rows) -> list[tuple[int, Tensor]]:
