@@ -116,24 +116,11 @@ def close(found, exact, name):
     torch.testing.assert_close(found, exact, rtol=1e-9, atol=1e-9, msg=lambda m: f"{name}: {m}")
 
 
-def collectives(group, seed, balance, options, cu_seqlens=None):
-    """`all_gather` as GPUs do it: each exchange is one call for all keys, and one for all values."""
-
-    def all_to_all(outputs, inputs, group, async_op):
-        calls.append(len(outputs))
-        world = range(torch.distributed.get_world_size(group))
-        peers = [(n, torch.distributed.get_global_rank(group, n)) for n in world]
-        work = [torch.distributed.isend(inputs[n], p, group) for n, p in peers if inputs[n].numel()]
-        work += [torch.distributed.irecv(outputs[n], p, group) for n, p in peers if outputs[n].numel()]
-        return mock.Mock(wait=lambda: [w.wait() for w in work])
-
-    calls = []
-    with (
-        mock.patch.object(Ranks, "has_collective", True),
-        mock.patch("torch.distributed.all_to_all", all_to_all),
-    ):
+def halves(group, seed, balance, options, cu_seqlens=None):
+    """The number of tensors that a rank sends in each exchange of `all_gather`."""
+    with mock.patch.object(Ranks, "exchange", autospec=True, side_effect=Ranks.exchange) as exchange:
         check(group, seed, "all_gather", balance, options, 61, 4, 2, cu_seqlens)
-    return calls
+    return [len(call.args[1]) for call in exchange.call_args_list]
 
 
 def random_check(group, seed):

@@ -106,7 +106,8 @@ def _forward(
         if arriving is not None:
             key, value = _swapped(arriving.wait())
         if number + 1 < len(steps):
-            arriving = wire.send_keys(work.ranks, steps[number + 1], own)
+            arriving = wire.send_keys(steps[number + 1], own)
+            wire.start(work.ranks, [arriving])
             work.ranks.let_messages_begin(query.device)
         for part in work.parts(step, query.device):
             found = attend(part, query, key, value, extras, work.options, work.backend, work.origin)
@@ -146,9 +147,11 @@ class Backward:
                 assert arriving is not None
                 key, value = _swapped(arriving.wait())
                 totals = Totals(key, key.shape[-1]), Totals(value, value.shape[-1])
+            started = [] if returning is None else [returning]
             if number + 1 < len(steps) and not steps[number + 1].is_own:
-                arriving = wire.send_keys(work.ranks, steps[number + 1], own)
-            if len(steps) > 1:
+                started.append(arriving := wire.send_keys(steps[number + 1], own))
+            if started:
+                wire.start(work.ranks, started)
                 work.ranks.let_messages_begin(self.query.device)
             for part in work.parts(step, self.query.device):
                 self._add(part, key, value, totals, results, dout, dlse)
@@ -157,7 +160,7 @@ class Backward:
                 returning = None
             if not step.is_own:
                 theirs = _as_rows(*(total.finish()[0] for total in totals))
-                returning = wire.return_gradients(work.ranks, step, theirs, self.dkeys)
+                returning = wire.return_gradients(step, theirs, self.dkeys)
         bias, dbias = self.extras.bias, self.dbias
         dq, dk, dv = (total.finish()[0].contiguous() for total in (self.dquery, *self.dkeys))
         return (

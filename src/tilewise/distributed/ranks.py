@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -32,29 +31,6 @@ class Ranks:
         operations = [dist.P2POp(dist.isend, t, self.peers[peer], self.group) for peer, t in sends]
         operations += [dist.P2POp(dist.irecv, t, self.peers[peer], self.group) for peer, t in receives]
         return dist.batch_isend_irecv(operations) if operations else []
-
-    def exchange_all(
-        self, sends: list[tuple[int, Tensor]], receives: list[tuple[int, Tensor]], like: Sequence[Tensor]
-    ) -> list[Any]:
-        """`exchange`, in which every rank takes part: on GPUs few collectives, which the host issues sooner.
-
-        sends, receives: to and from a peer as many tensors as `like`, of these dtypes, or none.
-        """
-        if not self.has_collective:
-            return self.exchange(sends, receives)
-        works = []
-        for n, t in enumerate(like):
-            nothing = t.new_empty(0)
-            incoming, outgoing = dict(receives[n :: len(like)]), dict(sends[n :: len(like)])
-            inputs = [outgoing.get(peer, nothing) for peer in range(self.world)]
-            outputs = [incoming.get(peer, nothing) for peer in range(self.world)]
-            works.append(dist.all_to_all(outputs, inputs, group=self.group, async_op=True))
-        return works
-
-    @property
-    def has_collective(self) -> bool:
-        """Whether these ranks are a whole group whose backend exchanges lists of unequal tensors."""
-        return not self.is_cpu and self.world == dist.get_world_size(self.group)
 
     def let_messages_begin(self, device: torch.device) -> None:
         """Hold the current stream back for some microseconds, until messages just started are under way.

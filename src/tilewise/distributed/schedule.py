@@ -69,7 +69,6 @@ class Step:
     keys: int  # rows that arrive, or that are the rank's own
     blocks: tuple[Block, ...]
     is_own: bool = False
-    is_collective: bool = False  # every rank takes part, with one message at most to and from each other
 
 
 class Rules(NamedTuple):
@@ -130,7 +129,7 @@ def _steps_with_others(layout: Layout, rank: int, rules: Rules, method: str) -> 
         for peer in targets:
             rows = _rows_of(layout.pieces[rank], _needed(layout, peer, rank, half, rules))
             sends += [Message(peer, r) for r in _messages(rows)]
-        steps.append(Step(receives, tuple(sends), keys, blocks, is_collective=half is not None))
+        steps.append(Step(receives, tuple(sends), keys, blocks))
     return tuple(steps)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -18,34 +18,40 @@ Rows = tuple[Tensor, ...]  # keys and values, or their gradients: (tokens, batch
 
 
 class Transfer:
-    """Messages of one step. `wait` completes them; until then their tensors are kept."""
+    """Messages that `start` sends on their way. `wait` completes them; until then their tensors are kept."""
 
     def __init__(
         self,
-        ranks: Ranks,
-        step: Step,
         sends: list[tuple[int, Tensor]],
         receives: list[tuple[int, Tensor]],
         result: Rows,
         arrive: Callable[[], None],
     ) -> None:
-        self.result, self.arrive, self.kept = result, arrive, (sends, receives)
-        if step.is_collective:
-            self.works = ranks.exchange_all(sends, receives, result)
-        else:
-            self.works = ranks.exchange(sends, receives)
+        self.sends, self.receives, self.result, self.arrive = sends, receives, result, arrive
+        self.works: list[Any] = []
 
     def wait(self) -> Rows:
         """What arrived; on a GPU the current stream waits, not the host."""
-        for work in self.works:
-            work.wait()
+        while self.works:  # which transfers that were started together share
+            self.works.pop().wait()
         self.arrive()
-        self.works, self.kept = [], ([], [])
+        self.sends, self.receives = [], []
         return self.result
 
 
-def send_keys(ranks: Ranks, step: Step, own: Rows) -> Transfer:
-    """Start what brings this step's keys and values: own (rows, ...) each -> (step.keys, ...) each."""
+def start(ranks: Ranks, transfers: Sequence[Transfer]) -> None:
+    """Start transfers at once: on a GPU they are one kernel, so that none waits for the end of another's.
+
+    All ranks give them in the same order.
+    """
+    sends = [message for transfer in transfers for message in transfer.sends]
+    works = ranks.exchange(sends, [message for transfer in transfers for message in transfer.receives])
+    for transfer in transfers:
+        transfer.works = works
+
+
+def send_keys(step: Step, own: Rows) -> Transfer:
+    """What brings this step's keys and values: own (rows, ...) each -> (step.keys, ...) each."""
     arriving = tuple([_new_rows(t, step.keys) for t in own])
     packed: list[tuple[Message, Tensor, Tensor]] = []
     receives = []
@@ -62,11 +68,11 @@ def send_keys(ranks: Ranks, step: Step, own: Rows) -> Transfer:
         for message, target, rows in packed:
             target.index_copy_(0, row_index(message.rows, target.device), rows)
 
-    return Transfer(ranks, step, _outgoing(step.sends, own), receives, arriving, unpack)
+    return Transfer(_outgoing(step.sends, own), receives, arriving, unpack)
 
 
-def return_gradients(ranks: Ranks, step: Step, theirs: Rows, totals: tuple[Totals, Totals]) -> Transfer:
-    """Start the way back: gradients of this step's keys to whom they belong; what arrives is added up."""
+def return_gradients(step: Step, theirs: Rows, totals: tuple[Totals, Totals]) -> Transfer:
+    """The way back: gradients of this step's keys to whom they belong; what arrives is added up."""
     incoming = [
         (message, total, _new_rows(t, _count(message.rows)))
         for message, (total, t) in itertools.product(step.sends, zip(totals, theirs, strict=True))
@@ -80,7 +86,7 @@ def return_gradients(ranks: Ranks, step: Step, theirs: Rows, totals: tuple[Total
                 total.add_at(row_index(message.rows, rows.device), rows.transpose(0, 1))
 
     receives = [(message.peer, rows) for message, _, rows in incoming]
-    return Transfer(ranks, step, _outgoing(step.receives, theirs), receives, theirs, add)
+    return Transfer(_outgoing(step.receives, theirs), receives, theirs, add)
 
 
 def _outgoing(messages: tuple[Message, ...], tensors: Rows) -> list[tuple[int, Tensor]]:
