@@ -23,6 +23,7 @@ ROOT = Path(__file__).parents[1]
 API = ROOT / "docs" / "api.md"
 CLAIMS = ROOT / "docs" / "claims.md"
 DISTRIBUTED, PREDICTIONS = ROOT / "docs" / "distributed.md", ROOT / "docs" / "distributed.svg"
+POINTS, FOUR_GPUS = ROOT / "docs" / "distributed-measured.svg", "h100-x4-distributed-quick-2026-11-27.json"
 README, PLOT, TILES = ROOT / "README.md", ROOT / "docs" / "speed.svg", ROOT / "docs" / "tiles.svg"
 FUNCTIONS, PICTURES = ROOT / "docs" / "functions.md", ROOT / "docs" / "functions"
 RESULTS = ROOT / "benchmarks" / "results"
@@ -164,3 +165,4 @@ if __name__ == "__main__":
     draw_tiles(TILES)
     draw_recipes(PICTURES)
     plan.draw(plan.predict(), PREDICTIONS)
+    plan.draw_points(plan.compare(results.load(RESULTS / FOUR_GPUS), plan.NOMINAL), POINTS)

@@ -110,19 +110,25 @@ def test_the_command_prints_and_draws(tmp_path):
     arguments = ["--world", "2", "--world", "16", "--seqlen", "8192", "--heads", "4", "--plot", str(plot)]
     done = CliRunner().invoke(_app(), ["distributed", *arguments])
     assert done.exit_code == 0, done.output
-    assert done.output.count("GPUs, 8,192 tokens") == 2 and done.output.count("all_gather") == 2
+    assert done.output.count("GPUs, 8,192 tokens") == 2 and done.output.count("\nall_gather ") == 2
     assert plot.read_text().count('<g id="axes_') == 2
 
 
-def test_the_model_is_put_beside_what_was_measured():
+def test_the_model_is_put_beside_what_was_measured(tmp_path):
     root = Path(__file__).parents[2]
     file = str(root / "benchmarks" / "results" / "h200-x2-distributed-quick-2026-11-26.json")
     done = CliRunner().invoke(_app(), ["distributed", "--measured", file])
     assert done.exit_code == 0, done.output
-    assert "fwd-bf16-d128-h16-b1-s32768-causal | 0.84 (1.00) | 0.74 (0.90) | 0.82 (1.00)" in done.output
+    assert "fwd-bf16-d128-h16-b1-s32768-causal | 0.84 (0.97) | 0.74 (0.82) | 0.82 (0.97)" in done.output
     middle, highest = re.search(r"measured: ([\d.]+) \([\d.]+ to ([\d.]+)\)", done.output).groups()
     page = (root / "docs" / "distributed.md").read_text()
     assert f"promises {middle} times" in page and f"at most {highest} times" in page
+    four = str(root / "benchmarks" / "results" / "h100-x4-distributed-quick-2026-11-27.json")
+    plot = tmp_path / "points.svg"
+    done = CliRunner().invoke(_app(), ["distributed", "--measured", four, "--plot", str(plot)])
+    middle, highest = re.search(r"measured: ([\d.]+) \([\d.]+ to ([\d.]+)\)", done.output).groups()
+    assert f"promises {middle} times" in page and f"at most {highest} times" in page
+    assert all(f"<!-- {method} -->" in plot.read_text() for method in ("ring", "ulysses", "2d", "all_gather"))
     slow = CliRunner().invoke(_app(), ["distributed", "--measured", file, "--bandwidth", "0.001"])
     assert "0.84 (0.00)" in slow.output
     other = str(root / "benchmarks" / "results" / "cpu-amd-2026-11-26.json")

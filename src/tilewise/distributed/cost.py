@@ -2,7 +2,7 @@
 
 A rank computes step n while the keys of step n + 1 arrive, in the backward also gradients of step n - 1:
 
-    messages = count * latency + max(bytes / bandwidth, bytes of one peer / bandwidth of one peer)
+    messages = latency + max(bytes / bandwidth, bytes of one peer / bandwidth of one peer)
     time = sum over steps of max(FLOPs / speed + taken * messages, messages)
 
 `taken`: a GPU's messages are kernels, which hold some of its multiprocessors. In the backward the rank's own
@@ -40,7 +40,7 @@ class Network(NamedTuple):
 
     flops: float  # FLOP/s of the forward on one rank
     bandwidth: float  # bytes/s into a rank from all others of its node together
-    latency: float  # seconds of a message
+    latency: float  # seconds of messages that start at once, besides their bytes
     per_node: int | None = None  # ranks of a node; None: all
     far_bandwidth: float | None = None  # bytes/s into a rank from other nodes; None: as from its own
     far_latency: float | None = None
@@ -67,7 +67,7 @@ def measured(ranks: Ranks, dtype: torch.dtype, device: torch.device) -> Network:
         ).sin()  # not of the caller's generator
         x = numbers.to(dtype).view(1, tokens, heads, head_dim)
         leaf = x.clone().requires_grad_()
-        tiny, message = (torch.zeros(n, dtype=torch.uint8, device=device) for n in (1, large))
+        message = torch.zeros(large, dtype=torch.uint8, device=device)
         after, before = (ranks.rank + 1) % ranks.world, (ranks.rank - 1) % ranks.world
         others = [rank for rank in range(ranks.world) if rank != ranks.rank]
 
@@ -76,19 +76,20 @@ def measured(ranks: Ranks, dtype: torch.dtype, device: torch.device) -> Network:
                 torch.autograd.grad(attention(leaf, leaf, leaf), leaf, x)  # type: ignore[arg-type]
 
         calls: list[Callable[[], object]] = [functools.partial(attention, x, x, x), forward_and_backward]
-        calls += [functools.partial(_exchange_bytes, ranks, m, [after], [before]) for m in (tiny, message)]
-        share = message[: large // max(1, len(others))]
+        small, share = message[: large // 4], message[: large // max(1, len(others))]
+        calls += [functools.partial(_exchange_bytes, ranks, m, [after], [before]) for m in (small, message)]
         calls.append(functools.partial(_exchange_bytes, ranks, share, others, others))
         times = torch.tensor([_fastest(call, calls[0], device) for call in calls], device=device)
         dist.all_reduce(times, dist.ReduceOp.MAX, group=ranks.group)
-        forward, both, latency, of_one, of_all = times.tolist()
+        forward, both, of_small, of_one, of_all = times.tolist()
+        latency = min(max((4 * of_small - of_one) / 3, 0.0), of_small / 2)  # of a line through both
         flops = _flops(Sizes(1, heads, heads, head_dim, head_dim, 1)) * tokens**2
         _measured[key] = Network(
             flops / forward,
-            large / max(min(of_one, of_all), 1e-9),
+            large / max(min(of_one, of_all) - latency, 1e-9),
             latency,
             backward_flops=BACKWARD_FLOPS * flops / max(both - forward, 1e-9),
-            peer_bandwidth=large / max(of_one, 1e-9),
+            peer_bandwidth=large / max(of_one - latency, 1e-9),
             taken=0.0 if is_cpu else TAKEN_BY_NCCL,
         )
     return _measured[key]
@@ -382,7 +383,8 @@ def _seconds(network: Network, rank: int, loads: Sequence[tuple[int, float]]) ->
     latency = far = 0.0
     for peer, size in loads:
         is_far = network.per_node is not None and rank // network.per_node != peer // network.per_node
-        latency += network.far_latency if is_far and network.far_latency else network.latency
+        of_peer = network.far_latency if is_far and network.far_latency else network.latency
+        latency = max(latency, of_peer)
         if is_far and network.far_bandwidth:
             far += size
         else:
@@ -404,5 +406,5 @@ def _exchange(
     to_peer = tokens * numbers * sizes.itemsize / degree
     times = 2 if backward else 1
     seconds = _seconds(network, 0, [(peer, to_peer) for peer in range(1, degree)])
-    seconds += network.latency * (degree - 1)  # there are two exchanges
+    seconds += network.latency  # there are two exchanges
     return times * seconds, int(times * to_peer * (degree - 1))
