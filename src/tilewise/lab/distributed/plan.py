@@ -125,8 +125,8 @@ class Point(NamedTuple):
 def compare(found: results.Results, network: Network) -> list[Point]:
     """Each case and method of a file of the suite "distributed".
 
-    The speed of a device is its own in the case; messages are those of `network`, or of the file if it has
-    them. On a CPU one device has the threads of all ranks.
+    The speed of a device is its own in the case; messages are as fast as those of `network`, or of the file
+    if it has them. On a CPU one device has the threads of all ranks.
 
     Raises:
         BenchError: the file is of another suite, or of one device.
@@ -135,7 +135,7 @@ def compare(found: results.Results, network: Network) -> list[Point]:
     if world < 2:
         raise BenchError(f"a file of suite {found['suite']!r} on one device has nothing to compare with")
     if "network" in found:
-        network = Network(**found["network"])
+        network = Network(**found["network"])._replace(taken=network.taken)
     devices = world if found["device"]["type"] == "cuda" else 1
     points = []
     for record in found["cases"]:
