@@ -7,8 +7,8 @@ A rank computes step n while the keys of step n + 1 arrive, in the backward also
 
 `taken`: a GPU's messages are kernels, which hold some of its multiprocessors, also while they wait for a rank
 that is late. In the backward the rank's own work is the first and the last step. Ulysses adds two exchanges
-of heads for tokens, which nothing overlaps. Blocks are taken to run at the speed of long sequences, and merging
-to be free.
+of heads for tokens, which nothing overlaps. Blocks are taken to run at the speed of long sequences,
+and merging to be free.
 """
 
 from __future__ import annotations
