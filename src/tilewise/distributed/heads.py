@@ -7,6 +7,7 @@ that are fewer than ranks; their gradients are summed.
 from __future__ import annotations
 
 import functools
+import itertools
 from dataclasses import dataclass
 from typing import Any
 
@@ -105,22 +106,26 @@ def _scatter(swap: Swap, heads: Heads, tensors: tuple[Tensor, ...]) -> tuple[Ten
     meanwhile."""
     me, rows = swap.ranks.rank, swap.rows
     sends, receives, scattered, staying, results = [], [], [], [], []
-    for t, h in zip(tensors, heads, strict=True):
-        t = t.transpose(0, 1)
-        result = t.new_empty((swap.length, t.shape[1], h[me].stop - h[me].start, t.shape[-1]))
+    for joined, h in _groups(tensors, heads):
+        by_token = [t.transpose(0, 1) for t in joined]
+        places = _places(h, me)
+        result = by_token[0].new_empty(
+            (swap.length, *by_token[0].shape[1:2], places[-1].stop, joined[0].shape[-1])
+        )
         for rank, ranges in enumerate(rows):
-            mine = t[:, :, h[rank]]
+            mine = [t[:, :, own[rank]] for t, own in zip(by_token, h, strict=True)]
             if rank == me:
-                staying.append((result, ranges, mine))
+                staying += [(result[:, :, p], ranges, t) for p, t in zip(places, mine, strict=True)]
                 continue
-            sends += [(rank, m) for m in _chunk_messages(mine.contiguous(), rows[me])]
+            chunk = torch.cat(mine, 2) if len(mine) > 1 else mine[0].contiguous()
+            sends += [(rank, m) for m in _chunk_messages(chunk, rows[me])]
             if len(ranges) > MAX_MESSAGES:
                 chunk = result.new_empty((_count(ranges), *result.shape[1:]))
                 scattered.append((result, ranges, chunk))
                 receives.append((rank, chunk))
             else:
                 receives += [(rank, result[a:b]) for a, b in ranges]
-        results.append(result)
+        results += [result[:, :, p] for p in places]
     works = swap.ranks.exchange(sends, receives)
     for result, ranges, chunk in staying:
         _put(result, ranges, chunk)
@@ -135,24 +140,30 @@ def _gather(swap: Swap, heads: Heads, tensors: tuple[Tensor, ...]) -> tuple[Tens
     """The way back. A head that comes from several ranks is their sum."""
     me, rows = swap.ranks.rank, swap.rows
     sends, receives, arriving, staying, results = [], [], [], [], []
-    for t, h in zip(tensors, heads, strict=True):
-        t = t.transpose(0, 1).contiguous()
-        is_shared = sum(s.stop - s.start for s in h) > h[-1].stop
-        shape = (t.shape[1], _count(rows[me]), h[-1].stop, t.shape[-1])
-        result = t.new_zeros(shape) if is_shared else t.new_empty(shape)
-        by_token = result.transpose(0, 1)
+    for joined, h in _groups(tensors, heads):
+        by_token = [t.transpose(0, 1) for t in joined]
+        t = torch.cat(by_token, 2) if len(by_token) > 1 else by_token[0].contiguous()
+        targets = []
+        for own in h:
+            is_shared = sum(s.stop - s.start for s in own) > own[-1].stop
+            shape = (t.shape[1], _count(rows[me]), own[-1].stop, t.shape[-1])
+            results.append(t.new_zeros(shape) if is_shared else t.new_empty(shape))
+            targets.append((results[-1].transpose(0, 1), own, is_shared))
         for rank, ranges in enumerate(rows):
+            places = _places(h, rank)
+            parts = [
+                (x[:, :, own[rank]], p, shared) for (x, own, shared), p in zip(targets, places, strict=True)
+            ]
             if rank == me:
-                staying.append((by_token[:, :, h[me]], t, is_shared))
+                staying += [(part, t[:, :, p], is_shared) for part, p, is_shared in parts]
                 continue
-            chunk = t.new_empty((*shape[1::-1], h[rank].stop - h[rank].start, shape[-1]))
+            chunk = t.new_empty((_count(rows[me]), t.shape[1], places[-1].stop, t.shape[-1]))
             receives += [(rank, m) for m in _chunk_messages(chunk, rows[me])]
             if len(ranges) > MAX_MESSAGES:
                 sends.append((rank, t[row_index(ranges, t.device)]))
             else:
                 sends += [(rank, t[a:b]) for a, b in ranges]
-            arriving.append((by_token[:, :, h[rank]], chunk, is_shared))
-        results.append(result)
+            arriving += [(part, chunk[:, :, p], is_shared) for part, p, is_shared in parts]
     works = swap.ranks.exchange(sends, receives)
     for target, t, is_shared in staying:
         for part, chunk in _taken(target, rows[me], t):
@@ -162,6 +173,19 @@ def _gather(swap: Swap, heads: Heads, tensors: tuple[Tensor, ...]) -> tuple[Tens
     for target, chunk, is_shared in arriving:
         target.add_(chunk) if is_shared else target.copy_(chunk)
     return tuple(results)
+
+
+def _groups(tensors: tuple[Tensor, ...], heads: Heads) -> list[tuple[tuple[Tensor, ...], Heads]]:
+    """Tensors that travel as one, side by side along their heads: messages are few where all are alike."""
+    if len({(t.dtype, t.shape[-1]) for t in tensors}) == 1:
+        return [(tensors, heads)]
+    return [((t,), (h,)) for t, h in zip(tensors, heads, strict=True)]
+
+
+def _places(heads: Heads, rank: int) -> list[slice]:
+    """Where a rank's heads of each tensor are, one tensor's behind another's."""
+    ends = itertools.accumulate((own[rank].stop - own[rank].start for own in heads), initial=0)
+    return [slice(*pair) for pair in itertools.pairwise(ends)]
 
 
 def _chunk_messages(chunk: Tensor, ranges: tuple[Range, ...]) -> list[Tensor]:
