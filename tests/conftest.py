@@ -40,6 +40,9 @@ LONGEST = (
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--sample", default=None, help="seed of the cases drawn of tests marked `sample`")
+    parser.addoption(
+        "--draws", type=int, default=1, help="cases that a test of compiled kernels draws at least"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -171,7 +174,8 @@ def compiled_by(
 
     def run(name: str, *arguments: str, draw: int | None = None) -> list[dict[str, Any]]:
         if draw is not None and request.config.getoption("-m") == "not slow":
-            arguments = ("--draw", str(draw), request.config.option.sample)
+            count = max(draw, request.config.getoption("--draws"))
+            arguments = ("--draw", str(count), request.config.option.sample)
         return [json.loads(line) for line in run_script(name, *arguments)]
 
     return run

@@ -79,6 +79,10 @@ def test_keys_of_all_ranks_in_two_halves(pool, balance, options, documents, halv
         assert len(sent) == 3 * halves and all(count <= 2 * 2 for count in sent)
 
 
+def test_a_first_call_in_inference_mode(pool):
+    pool.run(2, CASES, "first_call_in_inference_mode")
+
+
 @pytest.mark.sample(4)
 @pytest.mark.parametrize("seed", range(50))
 def test_random_problems(pool, seed):

@@ -37,6 +37,7 @@ def decode(group, seed, sinks, softcap):
         out, lse = attention_with_split_cache(
             q[:, rows], cache, k[:, rows], v[:, rows], **where, **options, return_lse=True
         )
+        assert out.is_contiguous()
         close(out, exact[:, rows], f"out of step {number}")
         close(lse, exact_lse[..., rows], f"lse of step {number}")
         start += count

@@ -266,7 +266,8 @@ def print_rows(
     """The reports of the cases named, as JSON; of all, or after `--draw N SEED` of N of them."""
     names = arguments or list(cases)
     if arguments[:1] == ["--draw"]:
-        names = random.Random(arguments[2]).sample(list(cases), int(arguments[1]))
+        names = list(cases)
+        names = random.Random(arguments[2]).sample(names, min(int(arguments[1]), len(names)))
     for name in names:
         for row in compile_case(name):
             print(json.dumps(row), flush=True)

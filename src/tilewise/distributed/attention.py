@@ -75,9 +75,10 @@ def context_parallel_attention(
         value: likewise with num_kv_heads and head_dim_v.
         group: the ranks that share the sequence; None is the default group, or this process alone.
         mesh: the same as a DeviceMesh of one dimension; or of two, (ring, ulysses), for method="2d".
-        method: "ring": keys travel a step at a time. "all_gather": all at once, in more memory. "ulysses":
-            heads are exchanged for tokens; the group's size must divide num_heads. "2d": ulysses within
-            ranks that follow each other, a ring across. "auto" is what `explain` says to be fastest.
+        method: "ring": keys of one rank travel a step. "all_gather": of all ranks in two steps, in more
+            memory. "ulysses": heads are exchanged for tokens; the group's size must divide num_heads. "2d":
+            ulysses within ranks that follow each other, a ring across. "auto" is what `explain` says to be
+            fastest.
         network: for "auto", the speed of messages and of a device, the same on all ranks; None: measured in
             the first call of a group, which takes some messages and a small attention more.
         balance: how `shard` dealt the tokens out; None: "zigzag", of DTensors "contiguous", as they are.

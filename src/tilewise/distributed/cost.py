@@ -5,6 +5,8 @@ A rank computes step n while the keys of step n + 1 arrive, in the backward also
     messages = latency + max(bytes / bandwidth, bytes of one peer / bandwidth of one peer)
     time = sum over steps of max(FLOPs / speed + taken * messages, messages)
 
+Bytes of other nodes come on top, at the speed between nodes.
+
 `taken`: a GPU's messages are kernels, which hold some of its multiprocessors, also while they wait for a rank
 that is late. In the backward the rank's own work is the first and the last step. Ulysses adds two exchanges
 of heads for tokens, which nothing overlaps. Blocks are taken to run at the speed of long sequences,
@@ -61,39 +63,46 @@ def measured(ranks: Ranks, dtype: torch.dtype, device: torch.device) -> Network:
     """
     key = (ranks.group, dtype, device)
     if key not in _measured:
-        is_cpu = device.type == "cpu"
-        tokens, heads, head_dim, large = (512, 4, 64, 1 << 22) if is_cpu else (8192, 16, 128, 1 << 28)
-        numbers = torch.arange(
-            tokens * heads * head_dim, device=device
-        ).sin()  # not of the caller's generator
-        x = numbers.to(dtype).view(1, tokens, heads, head_dim)
-        leaf = x.clone().requires_grad_()
-        message = torch.zeros(large, dtype=torch.uint8, device=device)
-        after, before = (ranks.rank + 1) % ranks.world, (ranks.rank - 1) % ranks.world
-        others = [rank for rank in range(ranks.world) if rank != ranks.rank]
-
-        def forward_and_backward() -> None:
-            with torch.enable_grad():
-                torch.autograd.grad(attention(leaf, leaf, leaf), leaf, x)  # type: ignore[arg-type]
-
-        calls: list[Callable[[], object]] = [functools.partial(attention, x, x, x), forward_and_backward]
-        small, share = message[: large // 4], message[: large // max(1, len(others))]
-        calls += [functools.partial(_exchange_bytes, ranks, m, [after], [before]) for m in (small, message)]
-        calls.append(functools.partial(_exchange_bytes, ranks, share, others, others))
-        times = torch.tensor([_fastest(call, calls[0], device) for call in calls], device=device)
-        dist.all_reduce(times, dist.ReduceOp.MAX, group=ranks.group)
-        forward, both, of_small, of_one, of_all = times.tolist()
-        latency = min(max((4 * of_small - of_one) / 3, 0.0), of_small / 2)  # of a line through both
-        flops = _flops(Sizes(1, heads, heads, head_dim, head_dim, 1)) * tokens**2
-        _measured[key] = Network(
-            flops / forward,
-            large / max(min(of_one, of_all) - latency, 1e-9),
-            latency,
-            backward_flops=BACKWARD_FLOPS * flops / max(both - forward, 1e-9),
-            peer_bandwidth=large / max(of_one - latency, 1e-9),
-            taken=0.0 if is_cpu else TAKEN_BY_NCCL,
-        )
+        with torch.inference_mode(False):  # whose tensors have no gradients
+            _measured[key] = _measure(ranks, dtype, device)
     return _measured[key]
+
+
+def _measure(ranks: Ranks, dtype: torch.dtype, device: torch.device) -> Network:
+    is_cpu = device.type == "cpu"
+    tokens, heads, head_dim = (512, 4, 64) if is_cpu else (8192, 16, 128)
+    small, large = (1, 1 << 22) if is_cpu else (1 << 25, 1 << 27)  # bytes of a message
+    numbers = torch.arange(tokens * heads * head_dim, device=device).sin()  # not of the caller's generator
+    x = numbers.to(dtype).view(1, tokens, heads, head_dim)
+    leaf = x.clone().requires_grad_()
+    message = torch.zeros(large, dtype=torch.uint8, device=device)
+    after, before = (ranks.rank + 1) % ranks.world, (ranks.rank - 1) % ranks.world
+    others = [rank for rank in range(ranks.world) if rank != ranks.rank]
+
+    def forward_and_backward() -> None:
+        with torch.enable_grad():
+            torch.autograd.grad(attention(leaf, leaf, leaf), leaf, x)  # type: ignore[arg-type]
+
+    def exchange(size: int, targets: list[int], sources: list[int]) -> Callable[[], object]:
+        return functools.partial(_exchange_bytes, ranks, message[:size], targets, sources)
+
+    calls: list[Callable[[], object]] = [functools.partial(attention, x, x, x), forward_and_backward]
+    calls += [exchange(small, [after], [before]), exchange(large, [after], [before])]
+    calls.append(exchange(large // max(1, len(others)), others, others))
+    times = torch.tensor([_fastest(call, calls[0], device) for call in calls], device=device)
+    dist.all_reduce(times, dist.ReduceOp.MAX, group=ranks.group)
+    forward, both, of_small, of_one, of_all = times.tolist()
+    latency = (of_small * large - of_one * small) / (large - small)  # where a line through both begins
+    latency = min(max(latency, 0.0), of_small)
+    flops = _flops(Sizes(1, heads, heads, head_dim, head_dim, 1)) * tokens**2
+    return Network(
+        flops / forward,
+        large / max(min(of_one, of_all) - latency, 1e-9),
+        latency,
+        backward_flops=BACKWARD_FLOPS * flops / max(both - forward, 1e-9),
+        peer_bandwidth=large / max(of_one - latency, 1e-9),
+        taken=0.0 if is_cpu else TAKEN_BY_NCCL,
+    )
 
 
 def _exchange_bytes(ranks: Ranks, message: torch.Tensor, targets: list[int], sources: list[int]) -> None:
@@ -351,11 +360,11 @@ class _Walk:
         if is_backward:
             flops, speed = int(BACKWARD_FLOPS * flops), self.network.backward_flops or speed
         computing = [flops * sum(b.pairs for b in step.blocks) / speed for step in steps]
-        keys = [*(self.arrival(step.receives) for step in steps), 0.0]
-        back = [self.arrival(step.sends) if is_backward else 0.0 for step in steps]
-        seconds = back[-1]
-        for n, work in enumerate(computing):
-            travel = keys[n + 1] + (back[n - 1] if n > 0 else 0.0)
+        keys = [*(step.receives for step in steps[1:]), ()]
+        back = [(), *(step.sends if is_backward else () for step in steps)]
+        seconds = self.arrival(back[-1])
+        for work, *messages in zip(computing, keys, back[:-1], strict=True):
+            travel = self.arrival((*messages[0], *messages[1]))
             seconds += max(work + self.network.taken * travel, travel)
         return seconds, sum(computing)
 
@@ -406,6 +415,7 @@ def _exchange(
     numbers = sizes.num_heads * both + max(sizes.num_kv_heads, degree) * both
     to_peer = tokens * numbers * sizes.itemsize / degree
     times = 2 if backward else 1
-    seconds = _seconds(network, 0, [(peer, to_peer) for peer in range(1, degree)])
-    seconds += network.latency  # there are two exchanges
+    seconds = sum(  # of two exchanges: there, and back; together all bytes
+        _seconds(network, 0, [(peer, size) for peer in range(1, degree)]) for size in (to_peer, 0.0)
+    )
     return times * seconds, int(times * to_peer * (degree - 1))

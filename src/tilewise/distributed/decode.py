@@ -85,7 +85,7 @@ def attention_with_split_cache(
     numbers = torch.cat((out.to(lse.dtype), lse.transpose(1, 2)[..., None]), -1)  # one message
     total = Totals(query, out.shape[-1], has_lse=True)
     for part in gather(numbers, ranks):
-        total.add(0, part[..., :-1], part[..., -1].transpose(1, 2).contiguous())
+        total.add(0, part[..., :-1].contiguous(), part[..., -1].transpose(1, 2).contiguous())
     out, lse = total.finish()
     assert lse is not None
     return (out, lse) if return_lse else out

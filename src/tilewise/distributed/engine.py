@@ -161,6 +161,7 @@ class Backward:
             if not step.is_own:
                 theirs = _as_rows(*(total.finish()[0] for total in totals))
                 returning = wire.return_gradients(step, theirs, self.dkeys)
+                del theirs, totals
         bias, dbias = self.extras.bias, self.dbias
         dq, dk, dv = (total.finish()[0].contiguous() for total in (self.dquery, *self.dkeys))
         return (

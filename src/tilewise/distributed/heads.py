@@ -29,6 +29,7 @@ class Swap:
 
     ranks: Ranks
     rows: tuple[tuple[Range, ...], ...]  # of each rank: where its tokens are in the group's order
+    joins: bool  # tensors that are alike travel as one, and arrive as slices of one
 
     @property
     def length(self) -> int:
@@ -44,8 +45,11 @@ def heads_of(world: int, num_heads: int, num_kv_heads: int) -> tuple[tuple[slice
 
 
 def swap_of(ranks: Ranks, layout: Layout, first: int) -> Swap:
-    """For members that are ranks `first`, `first + 1`, ... of a layout."""
-    return Swap(ranks, _rows(layout, first, ranks.world))
+    """For members that are ranks `first`, `first + 1`, ... of a layout.
+
+    If there are others, what arrives goes on to them, as whole tensors.
+    """
+    return Swap(ranks, _rows(layout, first, ranks.world), ranks.world == layout.world)
 
 
 @functools.lru_cache(maxsize=128)
@@ -106,7 +110,7 @@ def _scatter(swap: Swap, heads: Heads, tensors: tuple[Tensor, ...]) -> tuple[Ten
     meanwhile."""
     me, rows = swap.ranks.rank, swap.rows
     sends, receives, scattered, staying, results = [], [], [], [], []
-    for joined, h in _groups(tensors, heads):
+    for joined, h in _groups(swap, tensors, heads):
         by_token = [t.transpose(0, 1) for t in joined]
         places = _places(h, me)
         result = by_token[0].new_empty(
@@ -140,7 +144,7 @@ def _gather(swap: Swap, heads: Heads, tensors: tuple[Tensor, ...]) -> tuple[Tens
     """The way back. A head that comes from several ranks is their sum."""
     me, rows = swap.ranks.rank, swap.rows
     sends, receives, arriving, staying, results = [], [], [], [], []
-    for joined, h in _groups(tensors, heads):
+    for joined, h in _groups(swap, tensors, heads):
         by_token = [t.transpose(0, 1) for t in joined]
         t = torch.cat(by_token, 2) if len(by_token) > 1 else by_token[0].contiguous()
         targets = []
@@ -175,9 +179,9 @@ def _gather(swap: Swap, heads: Heads, tensors: tuple[Tensor, ...]) -> tuple[Tens
     return tuple(results)
 
 
-def _groups(tensors: tuple[Tensor, ...], heads: Heads) -> list[tuple[tuple[Tensor, ...], Heads]]:
+def _groups(swap: Swap, tensors: tuple[Tensor, ...], heads: Heads) -> list[tuple[tuple[Tensor, ...], Heads]]:
     """Tensors that travel as one, side by side along their heads: messages are few where all are alike."""
-    if len({(t.dtype, t.shape[-1]) for t in tensors}) == 1:
+    if swap.joins and len({(t.dtype, t.shape[-1]) for t in tensors}) == 1:
         return [(tensors, heads)]
     return [((t,), (h,)) for t, h in zip(tensors, heads, strict=True)]
 

@@ -41,7 +41,8 @@ class Ranks:
         if device.type != "cuda":
             return
         if device not in _detours:
-            _detours[device] = torch.cuda.Stream(device), torch.zeros(1, device=device)
+            with torch.inference_mode(False):  # a tensor made in it could be written to in it only
+                _detours[device] = torch.cuda.Stream(device), torch.zeros(1, device=device)
         (detour, scratch), stream = _detours[device], torch.cuda.current_stream(device)
         detour.wait_stream(stream)
         with torch.cuda.stream(detour):

@@ -1,7 +1,8 @@
 """Results of parts put together: few passes over memory, sums in float32, one rounding.
 
-Parts wait until there are six, or nothing comes after them. Where the first has all rows and the right
-dtype, the others are added to it in place, in their rows only: what a single part gives is never copied.
+Parts wait until there are six, or more than three's memory, or nothing comes after them. Where the first has
+all rows and the right dtype, the others are added to it in place, in their rows only: what a single part
+gives is never copied.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from tilewise.gpu.launch.launch_plan import HAS_TRITON
 
 NEG_INF = float("-inf")
 MOST = 6  # that wait: as many as one launch takes
+MOST_WHOLE = 3  # or as many rows of them as so many whole ones have
 
 
 class Rows(NamedTuple):
@@ -42,7 +44,8 @@ class Totals:
 
     def add(self, start: int, out: Tensor, lse: Tensor | None = None) -> None:
         """Rows from `start` on; the tensors may be written to."""
-        if len(self.waiting) == MOST:
+        rows = sum(part.out.shape[1] for part in self.waiting) + out.shape[1]
+        if len(self.waiting) == MOST or (self.waiting and rows > MOST_WHOLE * self.shape[1]):
             self._put_together(self.wide)
         self.waiting.append(Rows(start, out, lse))
 

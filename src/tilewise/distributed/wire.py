@@ -35,8 +35,12 @@ class Transfer:
         while self.works:  # which transfers that were started together share
             self.works.pop().wait()
         self.arrive()
-        self.sends, self.receives = [], []
+        self.sends, self.receives, self.arrive = [], [], _nothing  # what these keep may be freed
         return self.result
+
+
+def _nothing() -> None:
+    pass
 
 
 def start(ranks: Ranks, transfers: Sequence[Transfer]) -> None:

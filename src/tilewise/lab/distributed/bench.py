@@ -167,26 +167,39 @@ def _prepare(
     name: str, prepare: Prepare, data: Data, group: Group, clock: Stopwatch, ready: dict[str, _Ready]
 ) -> results.Entry:
     """Set up, check, warm up. Only what passes is put into `ready`."""
-    case, prepared, fault = data.case, prepare(data.case, data, group), None
     entry: results.Entry = {"layout": "bshd", "inner": 1}
     if group.world == 1:
         entry["ranks"] = ranks_of_peer(name)
-    if prepared is not None:
-        with prepared.context():
-            found = prepared.results()
-        if case.seqlen_q > LONGEST_GRADIENTS[group.device]:
-            case = dataclasses.replace(case, direction="forward")
-        verdict = gate.check(case, data, found) if group.rank == 0 else None
-        if verdict is not None:
-            entry |= {"error": verdict.error, "limit": verdict.limit}
-            fault = verdict.fault
-    if _largest(float(fault is not None), group):  # all ranks stop
-        return {"status": "wrong", "reason": fault or "on the first rank", **entry}
+    prepared, error = None, None
+    try:
+        prepared = prepare(data.case, data, group)
+        if prepared is not None:
+            entry |= _check(data, group, prepared)
+    except Exception as caught:
+        error = caught
+    if _largest(float(error is not None or "status" in entry), group):  # all ranks stop
+        if error is not None:
+            raise error
+        return {"status": "failed", "reason": "on another rank", **entry}
     peer = _Ready(prepared, torch.get_num_threads() * (group.world if name == ONE else 1))
     (seconds,) = peer.samples(group, clock, 1)
     peer.count, _ = clock.plan(seconds, quick=False)
     ready[name] = peer
     return {"status": "ok", **entry, "samples": []}
+
+
+def _check(data: Data, group: Group, prepared: Prepared) -> results.Entry:
+    """The error that the first rank finds; with a status if it is too large."""
+    case = data.case
+    with prepared.context():
+        found = prepared.results()
+    if group.rank:
+        return {}
+    if case.seqlen_q > LONGEST_GRADIENTS[group.device]:
+        case = dataclasses.replace(case, direction="forward")
+    verdict = gate.check(case, data, found)
+    entry: results.Entry = {"error": verdict.error, "limit": verdict.limit}
+    return entry if verdict.fault is None else {"status": "wrong", "reason": verdict.fault, **entry}
 
 
 def _slowest(values: list[float], group: Group) -> list[float]:

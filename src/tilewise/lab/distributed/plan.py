@@ -58,7 +58,8 @@ def distributed(
     Forward and backward: the best method, its efficiency and what limits it.
 
     The speeds are assumptions, near those of NVLink 4 and InfiniBand NDR unless given; nothing runs. With
-    --measured the speed of a GPU is that of one device in the file, and cases are those of the file.
+    --measured the speed of a GPU is that of one device in the file, and cases are those of the file; so are
+    messages, if it says how fast they were.
     """
     if plot is not None:
         _check_plot(plot)
@@ -135,7 +136,8 @@ def compare(found: results.Results, network: Network) -> list[Point]:
     if world < 2:
         raise BenchError(f"a file of suite {found['suite']!r} on one device has nothing to compare with")
     if "network" in found:
-        network = Network(**found["network"])._replace(taken=network.taken)
+        taken = network.taken if found["device"]["type"] == "cuda" else 0.0
+        network = Network(**found["network"])._replace(taken=taken)
     devices = world if found["device"]["type"] == "cuda" else 1
     points = []
     for record in found["cases"]:
