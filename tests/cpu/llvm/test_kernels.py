@@ -289,7 +289,7 @@ def test_the_tile_configuration_is_what_it_was_before():
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="needs mprotect")
-@pytest.mark.parametrize("count", [4, pytest.param(200, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [4, pytest.param(100, marks=pytest.mark.slow)])
 def test_no_access_out_of_bounds(count):
     assert "no access" in run_script(str(HERE / "guarded.py"), str(count))
 
