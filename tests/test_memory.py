@@ -51,7 +51,10 @@ pytestmark = pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reas
 # One head's scores would be 1 GiB.
 BACKENDS = pytest.mark.parametrize(
     ("backend", "heads"),
-    [("auto", 1), *(pytest.param(name, n, marks=pytest.mark.slow) for name, n in (("auto", 4), ("tiled", 1)))],
+    [
+        ("auto", 1),
+        *(pytest.param(name, n, marks=pytest.mark.slow) for name, n in (("auto", 4), ("tiled", 1))),
+    ],
 )
 
 
