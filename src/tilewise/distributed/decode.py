@@ -82,10 +82,11 @@ def attention_with_split_cache(
     agree(ranks, facts, error, query.device if isinstance(query, Tensor) else torch.device("cpu"))
     assert found is not None
     out, lse = found
-    numbers = torch.cat((out.to(lse.dtype), lse.transpose(1, 2)[..., None]), -1)  # one message
+    numbers = torch.cat((out.to(lse.dtype).flatten(), lse.flatten()))  # one message
     total = Totals(query, out.shape[-1], has_lse=True)
     for part in gather(numbers, ranks):
-        total.add(0, part[..., :-1].contiguous(), part[..., -1].transpose(1, 2).contiguous())
+        outs, lses = part.split((out.numel(), lse.numel()))
+        total.add(0, outs.view(out.shape), lses.view(lse.shape))
     out, lse = total.finish()
     assert lse is not None
     return (out, lse) if return_lse else out
