@@ -129,6 +129,33 @@ def first_call_in_inference_mode(group):
     assert q.grad is not None
 
 
+def order(group, method):
+    """What a rank does in a forward and a backward: messages are given time to begin before work."""
+    done = []
+
+    def noted(name, function):
+        return lambda *a, **k: (done.append(name), function(*a, **k))[1]
+
+    q = shard(torch.randn(1, 24, 2, 8), group=group).requires_grad_()
+    with contextlib.ExitStack() as stack:
+        for place, name in [(Ranks, "exchange"), (Ranks, "let_messages_begin")]:
+            stack.enter_context(mock.patch.object(place, name, noted(name, getattr(place, name))))
+        for name in ("attend", "differentiate"):
+            stack.enter_context(mock.patch.object(engine, name, noted(name, getattr(engine, name))))
+        context_parallel_attention(q, q, q, group=group, method=method, causal=True).sum().backward()
+    return done
+
+
+def sent_together(group, head_dim_v):
+    """The number of tensors that a rank sends in each exchange of Ulysses."""
+    where = {"group": group, "balance": "contiguous"}
+    q, v = (shard(torch.randn(1, 24, 4, d), **where).requires_grad_() for d in (8, head_dim_v))
+    with mock.patch.object(Ranks, "exchange", autospec=True, side_effect=Ranks.exchange) as exchange:
+        out = context_parallel_attention(q, q, v, **where, method="ulysses", causal=True)
+        out.sum().backward()
+    return [len(call.args[1]) for call in exchange.call_args_list]
+
+
 def halves(group, seed, balance, options, cu_seqlens=None):
     """The number of tensors that a rank sends in each exchange of `all_gather`."""
     with mock.patch.object(Ranks, "exchange", autospec=True, side_effect=Ranks.exchange) as exchange:

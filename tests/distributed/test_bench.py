@@ -43,6 +43,13 @@ def test_the_suite(pool):
     assert f"| {results.ratio(one, ring):.3f} (" in row
 
 
+def test_a_peer_that_fails_on_one_rank_is_left_by_all(pool):
+    first, *others = pool.run(4, CASES, "bench_with_faults")
+    assert first == {"tilewise:ring": "wrong", "tilewise:all_gather": "failed", "zigzag-ring": "ok"}
+    for found in others:
+        assert found == {"tilewise:ring": "failed", "tilewise:all_gather": "failed", "zigzag-ring": "ok"}
+
+
 def test_one_device_does_the_work_of_one_rank_of_many(monkeypatch):
     """Without torchrun: results of every method are right, so messages are."""
     monkeypatch.setattr(CpuStopwatch, "most", 3)

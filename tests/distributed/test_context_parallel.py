@@ -79,6 +79,23 @@ def test_keys_of_all_ranks_in_two_halves(pool, balance, options, documents, halv
         assert len(sent) == 3 * halves and all(count <= 2 * 2 for count in sent)
 
 
+@pytest.mark.parametrize("method, exchanges", [("ring", 3 + 5), ("all_gather", 2 + 4)])
+def test_messages_begin_before_work(pool, method, exchanges):
+    """Of 4 ranks' ring the backward sends keys and gradients at once where it has both."""
+    for done in pool.run(4, CASES, "order", method):
+        starts = [n for n, name in enumerate(done) if name == "exchange"]
+        assert len(starts) == exchanges
+        assert all(done[n + 1] == "let_messages_begin" for n in starts)
+        assert {"attend", "differentiate"} <= set(done)
+
+
+@pytest.mark.parametrize("head_dim_v, tensors", [(8, 1), (6, 3)])
+def test_ulysses_sends_tensors_that_are_alike_as_one(pool, head_dim_v, tensors):
+    """Query, key and value to the other rank, out back; gradients likewise, that of out first."""
+    for sent in pool.run(2, CASES, "sent_together", head_dim_v):
+        assert sent == [tensors, 1, 1, tensors]
+
+
 def test_a_first_call_in_inference_mode(pool):
     pool.run(2, CASES, "first_call_in_inference_mode")
 

@@ -212,6 +212,24 @@ def bench_suite(group):
         return run(Settings("distributed", rounds=2), cases, ranks)
 
 
+def bench_with_faults(group):
+    """The first rank finds a peer wrong, then fails at another: all ranks leave both, and time the next."""
+    from tilewise.lab.bench import gate
+    from tilewise.lab.bench.cases import dense
+    from tilewise.lab.bench.run import Settings
+    from tilewise.lab.bench.timing import CpuStopwatch
+    from tilewise.lab.distributed.bench import run
+    from tilewise.lab.distributed.peers import Group
+
+    answers = [gate.Verdict(9.0, 1.0, "off"), MemoryError("full"), gate.Verdict(0.0, 1.0, None)]
+    ranks = Group(torch.distributed.get_rank(), torch.distributed.get_world_size(), "cpu")
+    peers = ("tilewise:ring", "tilewise:all_gather", "zigzag-ring")
+    case = dense("forward", "float32", 16, 4, 1, 130, causal=True)
+    with mock.patch.object(CpuStopwatch, "most", 3), mock.patch.object(gate, "check", side_effect=answers):
+        found = run(Settings("distributed", rounds=2, peers=peers), [case], ranks)
+    return {name: entry["status"] for name, entry in found["cases"][0]["peers"].items()}
+
+
 def on_dtensors(group, layout, packed):
     """Heads over two ranks, the sequence over two others, out and gradients as DTensors again."""
     from torch.distributed.device_mesh import init_device_mesh

@@ -107,7 +107,10 @@ def _without_overlap() -> Iterator[None]:
             work.wait()
         return []
 
-    with mock.patch.object(Ranks, "exchange", exchange_and_wait):
+    with (
+        mock.patch.object(Ranks, "exchange", exchange_and_wait),
+        mock.patch.object(Ranks, "let_messages_begin", lambda ranks, device: None),
+    ):
         yield
 
 
