@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import random
+import shutil
+import tempfile
 import time
 from datetime import timedelta
 from unittest import mock
@@ -15,6 +17,7 @@ from tilewise.distributed import (
     context_parallel_attention,
     cost,
     engine,
+    peer_memory,
     positions,
     shard,
     unshard,
@@ -87,6 +90,35 @@ def check(group, seed, method, balance, options, n, heads, kv_heads, cu_seqlens=
         else:
             g = unshard(g, dim=2 if name == "bias" else dim, **where)
         close(g, wanted[name], f"d{name}")
+
+
+def reading(group, name, *arguments):
+    """A function of this file, by ranks that read each other's memory: files stand in for that of GPUs."""
+    with contextlib.ExitStack() as stack:
+        for known in (peer_memory._can_read, peer_memory._memories):
+            stack.enter_context(mock.patch.dict(known, clear=True))
+        for place, value in {"_try": lambda *_: True, "symmetric_memory": files, "STEP": 512}.items():
+            stack.enter_context(mock.patch.object(peer_memory, place, value))
+        never = mock.Mock(side_effect=AssertionError("a message was sent"))
+        stack.enter_context(mock.patch.object(Ranks, "exchange", never))
+        found = globals()[name](group, *arguments)
+        return found, sorted(purpose for _, _, purpose in peer_memory._memories)
+
+
+def files(size, device, group):
+    """As `core.torch_private.symmetric_memory`, for processes; NaN until something is published."""
+    folder = [tempfile.mkdtemp()] if torch.distributed.get_rank(group) == 0 else [None]
+    torch.distributed.broadcast_object_list(folder, src=0, group=group)
+    world = torch.distributed.get_world_size(group)
+    buffers = [
+        torch.from_file(f"{folder[0]}/{rank}", shared=True, size=size, dtype=torch.uint8)
+        for rank in range(world)
+    ]
+    buffers[torch.distributed.get_rank(group)].fill_(255)
+    torch.distributed.barrier(group)
+    if torch.distributed.get_rank(group) == 0:
+        shutil.rmtree(folder[0])
+    return buffers, lambda: torch.distributed.barrier(group)
 
 
 def dropout_by_a_kernel(group, method, balance, options):

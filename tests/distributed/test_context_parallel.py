@@ -38,6 +38,37 @@ def test_options(pool, name, method, world):
     pool.run(world, CASES, "check", number, method, balance, OPTIONS[name], 37, 12, kv_heads)
 
 
+@pytest.mark.sample(5)
+@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("method", METHODS[:-1])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_ranks_that_read_each_others_memory(pool, name, method, world):
+    """The same, with no message at all."""
+    number = list(OPTIONS).index(name)
+    balance = ("zigzag", "contiguous")[number % 2]
+    kv_heads = (1, 3 if world == 3 else 4, 12)[number % 3]
+    call = (number, method, balance, OPTIONS[name], 37, 12, kv_heads)
+    for _, memories in pool.run(world, CASES, "reading", "check", *call):
+        reads_keys = not (method == "2d" and world < 4) or world == 3
+        assert memories == (["keys"] if method == "ulysses" else ["gradients", "keys"]) or not reads_keys
+
+
+@pytest.mark.sample(4)
+@pytest.mark.parametrize("number", range(len(DOCUMENTS)))
+@pytest.mark.parametrize("balance", ["contiguous", "zigzag", "documents"])
+@pytest.mark.parametrize("method", METHODS[:-1])
+def test_documents_that_ranks_read(pool, method, balance, number):
+    options = {"causal": True, "window": (4, None) if number == 1 else None}
+    call = (number, method, balance, options, 50, 12, 12, DOCUMENTS[number])
+    pool.run(2 + number, CASES, "reading", "check", *call)
+
+
+@pytest.mark.sample(4)
+@pytest.mark.parametrize("seed", range(50, 80))
+def test_random_problems_that_ranks_read(pool, seed):
+    pool.run(2 + seed % 3, CASES, "reading", "random_check", seed)
+
+
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("options", [{"causal": True}, {"window": (37, 5)}])
 @pytest.mark.parametrize("balance", ["contiguous", "zigzag"])

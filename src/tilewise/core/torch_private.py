@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -110,6 +111,28 @@ except ImportError:
     def is_any_autocast_enabled() -> bool:
         """Whether autocast is on for some device: the public function asks for one."""
         return torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu")
+
+
+PEER_TIMEOUT = 600_000  # ms: as long as NCCL waits for a rank
+
+
+def symmetric_memory(
+    size: int, device: torch.device, group: Any
+) -> tuple[list[Tensor], Callable[[], None]] | None:
+    """Memory of each rank of a group that all can read, uint8 (size,), and a barrier.
+
+    The barrier is a kernel that ends once the current streams of all ranks have come to it, and fails after
+    ten minutes. All ranks take part. None where there is no such memory.
+    """
+    try:
+        module = importlib.import_module("torch.distributed._symmetric_memory")
+        own = module.empty(size, dtype=torch.uint8, device=device)
+        handle = module.rendezvous(own, group)
+        buffers = [handle.get_buffer(rank, (size,), torch.uint8) for rank in range(handle.world_size)]
+        buffers[handle.rank] = own
+        return buffers, partial(handle.barrier, 0, PEER_TIMEOUT)
+    except (ImportError, AttributeError, RuntimeError):
+        return None
 
 
 def wants_deterministic() -> bool:

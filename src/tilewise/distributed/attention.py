@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -17,15 +18,14 @@ from tilewise.core.functions.captured import check_indices, pack
 from tilewise.core.functions.options import as_options
 from tilewise.core.functions.trace import trace
 from tilewise.core.problem import Inputs, Options
-from tilewise.distributed import engine
+from tilewise.distributed import engine, peer_memory
 from tilewise.distributed.cost import Network, choose as choose_method, measured, sizes_of
-from tilewise.distributed.dtensor import is_dtensor, shards_of
 from tilewise.distributed.faults import agree, batch_of_one, check_call, facts_of
 from tilewise.distributed.heads import heads_of, heads_to_tokens, swap_of, tokens_to_heads
-from tilewise.distributed.layout import Layout, layout_of
+from tilewise.distributed.layout import Layout, is_dtensor, layout_of, shards_of
 from tilewise.distributed.parts import Extras, Origin
 from tilewise.distributed.ranks import Ranks, flat_ranks, mesh_degree, ranks_of
-from tilewise.distributed.schedule import Rules, joined_schedule
+from tilewise.distributed.schedule import Rules, joined_reach, joined_schedule
 
 METHODS = ("auto", "ring", "all_gather", "ulysses", "2d")
 
@@ -265,9 +265,9 @@ def _run(
     origin = Origin(0, query.shape[2], tokens.starts)
     if extras.dropout_seed is not None:
         extras = extras._replace(dropout_seed=ranks.of_first(extras.dropout_seed.to(query.device)))
+    heads, kv_heads = heads_of(degree, query.shape[2], key.shape[2])
     if degree > 1:
         swap = swap_of(inner, tokens, ranks.rank // degree * degree)
-        heads, kv_heads = heads_of(degree, query.shape[2], key.shape[2])
         extras, sinks = _of_heads(extras, sinks, heads[inner.rank])
         origin = origin._replace(first_head=heads[inner.rank].start)
         query, key, value = tokens_to_heads(swap, (query, key, value), (heads, kv_heads, kv_heads))
@@ -275,6 +275,9 @@ def _run(
     schedule = joined_schedule(tokens, degree, outer.rank, rules := _rules(options, extras), pattern)
     packs = len(tokens.starts) > 2 and not rules.needs_tokens
     work = engine.Work(outer, *schedule, options, backend, packs, origin)
+    if peer_memory.can_read(ranks, query.device):
+        reach = joined_reach(tokens, degree, outer.rank, rules, pattern)
+        work = replace(work, reach=reach, most_heads=max(h.stop - h.start for h in kv_heads))
     out, lse = engine.run(work, query, key, value, extras, sinks)
     if degree == 1:
         return out, lse

@@ -29,6 +29,7 @@ from tilewise.api import attention, window_bounds
 from tilewise.core.checks import check_flag, check_number, shown
 from tilewise.core.mask import Visibility
 from tilewise.distributed.layout import Layout, layout_of
+from tilewise.distributed.peer_memory import KEYS, PeerMemory, copy_beside, memory_of
 from tilewise.distributed.ranks import Ranks
 from tilewise.distributed.schedule import Message, Rules, Step, make_schedule
 
@@ -36,6 +37,7 @@ BACKWARD_FLOPS = 2.5  # of those of the forward: five products instead of two
 EQUAL = 0.01  # times that differ by less, a forward's by twice that: the method that holds less is taken
 MOST_RANKS = 4  # whose schedules are made: the first, the last and some between
 TAKEN_BY_NCCL = 0.6  # fitted to runs on two and on four GPUs
+TAKEN_BY_COPIES = 0.15
 
 
 class Network(NamedTuple):
@@ -71,7 +73,7 @@ def measured(ranks: Ranks, dtype: torch.dtype, device: torch.device) -> Network:
 def _measure(ranks: Ranks, dtype: torch.dtype, device: torch.device) -> Network:
     is_cpu = device.type == "cpu"
     tokens, heads, head_dim = (512, 4, 64) if is_cpu else (8192, 16, 128)
-    small, large = (1, 1 << 22) if is_cpu else (1 << 25, 1 << 27)  # bytes of a message
+    small, large = (1, 1 << 22) if is_cpu else (1 << 24, 1 << 26)  # bytes of a message
     numbers = torch.arange(tokens * heads * head_dim, device=device).sin()  # not of the caller's generator
     x = numbers.to(dtype).view(1, tokens, heads, head_dim)
     leaf = x.clone().requires_grad_()
@@ -83,7 +85,12 @@ def _measure(ranks: Ranks, dtype: torch.dtype, device: torch.device) -> Network:
         with torch.enable_grad():
             torch.autograd.grad(attention(leaf, leaf, leaf), leaf, x)  # type: ignore[arg-type]
 
+    if (memory := memory_of(ranks, device, KEYS)) is not None:
+        memory.publish([message], [large])
+
     def exchange(size: int, targets: list[int], sources: list[int]) -> Callable[[], object]:
+        if memory is not None:
+            return functools.partial(_read_bytes, ranks, memory, size, sources)
         return functools.partial(_exchange_bytes, ranks, message[:size], targets, sources)
 
     calls: list[Callable[[], object]] = [functools.partial(attention, x, x, x), forward_and_backward]
@@ -101,7 +108,7 @@ def _measure(ranks: Ranks, dtype: torch.dtype, device: torch.device) -> Network:
         latency,
         backward_flops=BACKWARD_FLOPS * flops / max(both - forward, 1e-9),
         peer_bandwidth=large / max(of_one - latency, 1e-9),
-        taken=0.0 if is_cpu else TAKEN_BY_NCCL,
+        taken=0.0 if is_cpu else TAKEN_BY_NCCL if memory is None else TAKEN_BY_COPIES,
     )
 
 
@@ -113,6 +120,13 @@ def _exchange_bytes(ranks: Ranks, message: torch.Tensor, targets: list[int], sou
     )
     for work in ranks.exchange(sends, receives):
         work.wait()
+
+
+def _read_bytes(ranks: Ranks, memory: PeerMemory, size: int, sources: list[int]) -> None:
+    """As many from each source."""
+    reads = [memory.read(ranks.peers[p], 0, (size,), torch.uint8) for p in sources]
+    for arrival in copy_beside([(read, torch.empty_like(read)) for read in reads], memory.device):
+        arrival.wait()
 
 
 def _fastest(call: Callable[[], object], busy: Callable[[], object], device: torch.device) -> float:

@@ -16,11 +16,11 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from tilewise.core.problem import Options
-from tilewise.distributed import wire
 from tilewise.distributed.parts import Extras, Origin, Part, attend, differentiate, parts_of, tile
 from tilewise.distributed.ranks import Ranks
-from tilewise.distributed.schedule import Step
+from tilewise.distributed.schedule import Reach, Step
 from tilewise.distributed.totals import Totals
+from tilewise.distributed.wire import Messages, Reads, Wire
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,15 @@ class Work:
     backend: str | None
     packs: bool  # blocks of several documents share a call
     origin: Origin
+    reach: Reach | None = None  # of ranks that read each other's memory
+    most_heads: int = 0  # KV heads, of the rank of the group that has most
+
+    def wire(self, steps: tuple[Step, ...], key: Tensor, value: Tensor) -> Wire:
+        """For one direction; key and value are the rank's own."""
+        own = _swapped((key, value))
+        if self.reach is None:
+            return Messages(self.ranks, steps, own)
+        return Reads(self.ranks, steps, self.reach, self.most_heads, own)
 
     def parts(self, step: Step, device: torch.device) -> tuple[Part, ...]:
         return parts_of(step, self.packs, device)
@@ -89,26 +98,19 @@ def _swapped(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     return tuple(t.transpose(0, 1) for t in tensors)
 
 
-def _as_rows(*tensors: Tensor) -> wire.Rows:
-    """(tokens, batch, heads, dim), contiguous as messages want: of a batch of one without a copy."""
-    return tuple(t.contiguous() for t in _swapped(tensors))
-
-
 def _forward(
     work: Work, query: Tensor, key: Tensor, value: Tensor, extras: Extras, sinks: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """out, in query's dtype, and lse."""
     steps = work.steps
-    own = _as_rows(key, value) if len(steps) > 1 else ()
+    wire = work.wire(steps, key, value)
     total = Totals(query, value.shape[-1], has_lse=True)
     arriving = None
     for number, step in enumerate(steps):
         if arriving is not None:
             key, value = _swapped(arriving.wait())
         if number + 1 < len(steps):
-            arriving = wire.send_keys(steps[number + 1], own)
-            wire.start(work.ranks, [arriving])
-            work.ranks.let_messages_begin(query.device)
+            wire.start([arriving := wire.send_keys(number + 1)])
         for part in work.parts(step, query.device):
             found = attend(part, query, key, value, extras, work.options, work.backend, work.origin)
             total.add(part.block.q0, *found)
@@ -139,7 +141,7 @@ class Backward:
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """Gradients of query, key and value, and bias, each in its tensor's dtype."""
         work, steps = self.work, self.work.backward_steps
-        own = _as_rows(self.key, self.value) if len(steps) > 1 else ()
+        wire = work.wire(steps, self.key, self.value)
         arriving = returning = None
         for number, step in enumerate(steps):
             key, value, totals = self.key, self.value, self.dkeys
@@ -149,18 +151,17 @@ class Backward:
                 totals = Totals(key, key.shape[-1]), Totals(value, value.shape[-1])
             started = [] if returning is None else [returning]
             if number + 1 < len(steps) and not steps[number + 1].is_own:
-                started.append(arriving := wire.send_keys(steps[number + 1], own))
+                started.append(arriving := wire.send_keys(number + 1))
             if started:
-                wire.start(work.ranks, started)
-                work.ranks.let_messages_begin(self.query.device)
+                wire.start(started)
             for part in work.parts(step, self.query.device):
                 self._add(part, key, value, totals, results, dout, dlse)
             if returning is not None:
                 returning.wait()
                 returning = None
             if not step.is_own:
-                theirs = _as_rows(*(total.finish()[0] for total in totals))
-                returning = wire.return_gradients(step, theirs, self.dkeys)
+                theirs = _swapped(tuple(total.finish()[0] for total in totals))
+                returning = wire.return_gradients(number, theirs, self.dkeys)
                 del theirs, totals
         bias, dbias = self.extras.bias, self.dbias
         dq, dk, dv = (total.finish()[0].contiguous() for total in (self.dquery, *self.dkeys))

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from tilewise.distributed.layout import Layout
+from tilewise.distributed.peer_memory import KEYS, PeerMemory, memory_of
 from tilewise.distributed.ranks import Ranks
 from tilewise.distributed.schedule import Range
 from tilewise.distributed.wire import row_index
@@ -29,7 +30,8 @@ class Swap:
 
     ranks: Ranks
     rows: tuple[tuple[Range, ...], ...]  # of each rank: where its tokens are in the group's order
-    joins: bool  # tensors that are alike travel as one, and arrive as slices of one
+    joins: bool  # tensors that are alike travel as one message, and arrive as slices of one
+    most: tuple[int, int]  # tokens of a rank, and of such a group, where they are most
 
     @property
     def length(self) -> int:
@@ -49,7 +51,14 @@ def swap_of(ranks: Ranks, layout: Layout, first: int) -> Swap:
 
     If there are others, what arrives goes on to them, as whole tensors.
     """
-    return Swap(ranks, _rows(layout, first, ranks.world), ranks.world == layout.world)
+    world = ranks.world
+    return Swap(ranks, _rows(layout, first, world), world == layout.world, _most(layout, world))
+
+
+@functools.lru_cache(maxsize=128)
+def _most(layout: Layout, world: int) -> tuple[int, int]:
+    lengths = [layout.length(rank) for rank in range(layout.world)]
+    return max(lengths), max(sum(lengths[first : first + world]) for first in range(0, layout.world, world))
 
 
 @functools.lru_cache(maxsize=128)
@@ -108,6 +117,8 @@ class _Gather(torch.autograd.Function):
 def _scatter(swap: Swap, heads: Heads, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """Each tensor's heads to their ranks. What arrives is received where it belongs; what stays is put there
     meanwhile."""
+    if (memory := memory_of(swap.ranks, tensors[0].device, KEYS)) is not None:
+        return _scatter_by_reading(memory, swap, heads, tensors)
     me, rows = swap.ranks.rank, swap.rows
     sends, receives, scattered, staying, results = [], [], [], [], []
     for joined, h in _groups(swap, tensors, heads):
@@ -142,6 +153,8 @@ def _scatter(swap: Swap, heads: Heads, tensors: tuple[Tensor, ...]) -> tuple[Ten
 
 def _gather(swap: Swap, heads: Heads, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """The way back. A head that comes from several ranks is their sum."""
+    if (memory := memory_of(swap.ranks, tensors[0].device, KEYS)) is not None:
+        return _gather_by_reading(memory, swap, heads, tensors)
     me, rows = swap.ranks.rank, swap.rows
     sends, receives, arriving, staying, results = [], [], [], [], []
     for joined, h in _groups(swap, tensors, heads):
@@ -176,6 +189,46 @@ def _gather(swap: Swap, heads: Heads, tensors: tuple[Tensor, ...]) -> tuple[Tens
         work.wait()
     for target, chunk, is_shared in arriving:
         target.add_(chunk) if is_shared else target.copy_(chunk)
+    return tuple(results)
+
+
+def _scatter_by_reading(
+    memory: PeerMemory, swap: Swap, heads: Heads, tensors: tuple[Tensor, ...]
+) -> tuple[Tensor, ...]:
+    """Each rank reads its heads where they lie."""
+    by_token = [t.transpose(0, 1) for t in tensors]
+    memory.publish(by_token, [swap.most[0] * t[:1].numel() * t.dtype.itemsize for t in by_token])
+    results = []
+    for place, (t, h) in enumerate(zip(by_token, heads, strict=True)):
+        own = h[swap.ranks.rank]
+        result = t.new_empty((swap.length, t.shape[1], own.stop - own.start, t.shape[-1]))
+        for rank, peer in swap.ranks.in_turn():
+            ranges = swap.rows[rank]
+            source = memory.read(peer, place, (_count(ranges), *t.shape[1:]), t.dtype)
+            _put(result, ranges, source[:, :, own])
+        results.append(result.transpose(0, 1))
+    return tuple(results)
+
+
+def _gather_by_reading(
+    memory: PeerMemory, swap: Swap, heads: Heads, tensors: tuple[Tensor, ...]
+) -> tuple[Tensor, ...]:
+    """The way back: each rank reads its tokens."""
+    by_token, ranges = [t.transpose(0, 1) for t in tensors], swap.rows[swap.ranks.rank]
+    widths = [[own.stop - own.start for own in h] for h in heads]
+    rows = [t.shape[1] * t.shape[-1] * t.dtype.itemsize for t in by_token]
+    memory.publish(by_token, [swap.most[1] * max(w) * row for w, row in zip(widths, rows, strict=True)])
+    results = []
+    for place, (t, h, width) in enumerate(zip(by_token, heads, widths, strict=True)):
+        is_shared = sum(width) > h[-1].stop
+        shape = (t.shape[1], _count(ranges), h[-1].stop, t.shape[-1])
+        results.append(t.new_zeros(shape) if is_shared else t.new_empty(shape))
+        turns = list(swap.ranks.in_turn())
+        for rank, peer in sorted(turns) if is_shared else turns:  # sums are in the order of ranks
+            source = memory.read(peer, place, (swap.length, t.shape[1], width[rank], t.shape[-1]), t.dtype)
+            target = results[-1].transpose(0, 1)[:, :, h[rank]]
+            for part, chunk in _taken(target, ranges, source):
+                part.add_(chunk) if is_shared else part.copy_(chunk)
     return tuple(results)
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -25,6 +25,8 @@ from tilewise.core.checks import check_tensors, shown
 from tilewise.distributed.ranks import Ranks, gather, ranks_of
 
 BALANCES = ("contiguous", "zigzag", "documents")
+DIMENSIONS = {"bshd": "bshd", "bhsd": "bhsd", "packed": "shd"}
+LSE = {"bshd": "bhs", "bhsd": "bhs", "packed": "hs"}
 
 
 class Piece(NamedTuple):
@@ -302,3 +304,57 @@ def positions(
 def check_dim(dim: int, ndim: int) -> None:
     if not isinstance(dim, int) or not -ndim <= dim < ndim:
         raise ValueError(f"dim={shown(dim)} must be a dimension of a tensor that has {ndim}")
+
+
+class Shards(NamedTuple):
+    """What a call takes instead of DTensors, and how its results become one."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    group: Any
+    seqlen: int
+    wrap: Callable[[Tensor, Tensor | None], tuple[Tensor, Tensor | None]]
+
+
+def is_dtensor(t: Any) -> bool:
+    """Whether it is a DTensor; asking imports nothing."""
+    return isinstance(t, Tensor) and hasattr(t, "placements") and hasattr(t, "to_local")
+
+
+def shards_of(query: Any, key: Any, value: Any, layout: str) -> Shards:
+    """The shards of query, key and value, which lie on one mesh alike. `layout` may be "packed".
+
+    Raises:
+        ValueError, TypeError: they are not all DTensors, are placed differently, or no mesh dimension shards
+            the sequence.
+    """
+    mesh, placements = query.device_mesh, tuple(query.placements)
+    for name, t in (("key", key), ("value", value)):
+        if not is_dtensor(t):
+            raise TypeError(f"{name}={shown(t)} must be a DTensor, as query is")
+        if t.device_mesh != mesh or tuple(t.placements) != placements:
+            raise ValueError(
+                f"{name}.placements={t.placements} must be those of query, {placements}, on its mesh"
+            )
+    names = DIMENSIONS[layout]
+    shards = [names[p.dim % query.ndim] if p.is_shard() else "" for p in placements]
+    partial = any(p.is_partial() for p in placements)
+    if shards.count("s") != 1 or partial or "d" in shards:
+        raise ValueError(
+            f"query.placements={placements} must shard the sequence, dimension {names.index('s')}, along one "
+            "dimension of the mesh, and along others batch, heads or nothing"
+        )
+    group = mesh.get_group(shards.index("s"))
+
+    def placed(t: Tensor, names: str) -> Tensor:
+        from torch.distributed.tensor import DTensor, Replicate, Shard
+
+        found = [Shard(names.index(n)) if n else Replicate() for n in shards]
+        return DTensor.from_local(t, mesh, found, run_check=False)
+
+    def wrap(out: Tensor, lse: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        return placed(out, names), None if lse is None else placed(lse, LSE[layout])
+
+    seqlen = query.shape[names.index("s")]
+    return Shards(query.to_local(), key.to_local(), value.to_local(), group, seqlen, wrap)

@@ -57,6 +57,11 @@ class Ranks:
         peers = tuple(self.peers[m] for m in members)
         return replace(self, rank=members.index(self.rank), world=len(members), peers=peers)
 
+    def in_turn(self) -> list[tuple[int, int]]:
+        """(rank, its number among all processes), from this one on: ranks begin with different ones."""
+        order = [(self.rank + n) % self.world for n in range(self.world)]
+        return [(rank, self.peers[rank]) for rank in order]
+
     def of_first(self, t: Tensor) -> Tensor:
         """A tensor as the first rank has it."""
         if self.world == 1:

@@ -93,6 +93,42 @@ def joined_schedule(
     )
 
 
+class FarEnds(NamedTuple):
+    """Where what a step sends and receives lies elsewhere, in the order of its messages."""
+
+    receives: tuple[tuple[Range, ...], ...]  # rows of the sender's own keys
+    sends: tuple[tuple[Range, ...], ...]  # rows of the receiver's keys in its step
+
+
+class Reach(NamedTuple):
+    """What ranks that read each other's memory know of each other."""
+
+    steps: tuple[FarEnds, ...]  # of the steps behind the first
+    own_keys: int  # the most rows that any rank has of its own,
+    step_keys: int  # or that arrive in one step
+
+
+@functools.lru_cache(maxsize=128)
+def joined_reach(layout: Layout, inner: int, rank: int, rules: Rules, method: str) -> Reach:
+    """For the schedules of `joined_schedule`."""
+    joined = layout.joined(inner)
+    of_all = [_steps_with_others(joined, r, rules, method) for r in range(joined.world)]
+
+    def rows(messages: tuple[Message, ...]) -> tuple[Range, ...]:
+        return next(message.rows for message in messages if message.peer == rank)
+
+    steps = [
+        FarEnds(
+            tuple(rows(of_all[message.peer][n].sends) for message in step.receives),
+            tuple(rows(of_all[message.peer][n].receives) for message in step.sends),
+        )
+        for n, step in enumerate(of_all[rank])
+    ]
+    own_keys = max(joined.length(r) for r in range(joined.world))
+    step_keys = max((step.keys for steps in of_all for step in steps), default=0)
+    return Reach(tuple(steps), own_keys, step_keys)
+
+
 @functools.lru_cache(maxsize=128)
 def make_schedule(
     layout: Layout, rank: int, rules: Rules, method: str, is_backward: bool = False

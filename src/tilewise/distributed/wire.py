@@ -5,29 +5,31 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from tilewise.distributed.peer_memory import GRADIENTS, KEYS, PeerMemory, copy_beside, memory_of
 from tilewise.distributed.ranks import Ranks
-from tilewise.distributed.schedule import Message, Range, Step
+from tilewise.distributed.schedule import Message, Range, Reach, Step
 from tilewise.distributed.totals import Totals
 
-Rows = tuple[Tensor, ...]  # keys and values, or their gradients: (tokens, batch, KV heads, dim), contiguous
+Rows = tuple[Tensor, ...]  # keys and values, or their gradients: (tokens, batch, KV heads, dim)
+Totals2 = tuple[Totals, Totals]
 
 
 class Transfer:
-    """Messages that `start` sends on their way. `wait` completes them; until then their tensors are kept."""
+    """Rows on their way. `wait` completes them; until then their tensors are kept."""
 
     def __init__(
         self,
-        sends: list[tuple[int, Tensor]],
-        receives: list[tuple[int, Tensor]],
         result: Rows,
+        receives: list[tuple[Any, Tensor]],  # from a peer, or from a tensor in its memory
         arrive: Callable[[], None],
+        sends: list[tuple[int, Tensor]] | None = None,
     ) -> None:
-        self.sends, self.receives, self.result, self.arrive = sends, receives, result, arrive
+        self.result, self.receives, self.arrive, self.sends = result, receives, arrive, sends or []
         self.works: list[Any] = []
 
     def wait(self) -> Rows:
@@ -35,7 +37,7 @@ class Transfer:
         while self.works:  # which transfers that were started together share
             self.works.pop().wait()
         self.arrive()
-        self.sends, self.receives, self.arrive = [], [], _nothing  # what these keep may be freed
+        self.receives, self.arrive, self.sends = [], _nothing, []  # what these keep may be freed
         return self.result
 
 
@@ -43,54 +45,185 @@ def _nothing() -> None:
     pass
 
 
-def start(ranks: Ranks, transfers: Sequence[Transfer]) -> None:
-    """Start transfers at once: on a GPU they are one kernel, so that none waits for the end of another's.
+class Wire(Protocol):
+    """How keys come to a rank and gradients of them go back, in one direction of a call.
 
-    All ranks give them in the same order.
+    Steps are numbered as in the schedule. All ranks make the same calls in the same order.
     """
-    sends = [message for transfer in transfers for message in transfer.sends]
-    works = ranks.exchange(sends, [message for transfer in transfers for message in transfer.receives])
-    for transfer in transfers:
-        transfer.works = works
+
+    def send_keys(self, number: int) -> Transfer:
+        """What brings a step's keys and values, (step.keys, batch, KV heads, dim) each."""
+
+    def return_gradients(self, number: int, theirs: Rows, totals: Totals2) -> Transfer:
+        """Gradients of a step's keys to whom they belong; totals grow by what comes from others."""
+
+    def start(self, transfers: Sequence[Transfer]) -> None:
+        """Start transfers at once, beside what the current stream does next."""
 
 
-def send_keys(step: Step, own: Rows) -> Transfer:
-    """What brings this step's keys and values: own (rows, ...) each -> (step.keys, ...) each."""
-    arriving = tuple([_new_rows(t, step.keys) for t in own])
-    packed: list[tuple[Message, Tensor, Tensor]] = []
-    receives = []
-    for message in step.receives:
-        for target in arriving:
-            if len(message.rows) == 1:
-                rows = _slice(target, message.rows[0])
-            else:
-                rows = _new_rows(target, _count(message.rows))
-                packed.append((message, target, rows))
-            receives.append((message.peer, rows))
+class Messages:
+    """By messages, which any group has."""
 
-    def unpack() -> None:
-        for message, target, rows in packed:
-            target.index_copy_(0, row_index(message.rows, target.device), rows)
+    def __init__(self, ranks: Ranks, steps: tuple[Step, ...], own: Rows) -> None:
+        """own: the rank's keys and values."""
+        self.ranks, self.steps, self.device = ranks, steps, own[0].device
+        self.own = tuple(t.contiguous() for t in own) if len(steps) > 1 else ()
 
-    return Transfer(_outgoing(step.sends, own), receives, arriving, unpack)
+    def send_keys(self, number: int) -> Transfer:
+        step = self.steps[number]
+        arriving = tuple([_new_rows(t, step.keys) for t in self.own])
+        packed: list[tuple[Message, Tensor, Tensor]] = []
+        receives: list[tuple[Any, Tensor]] = []
+        for message in step.receives:
+            for target in arriving:
+                if len(message.rows) == 1:
+                    rows = _slice(target, message.rows[0])
+                else:
+                    rows = _new_rows(target, _count(message.rows))
+                    packed.append((message, target, rows))
+                receives.append((message.peer, rows))
+
+        def unpack() -> None:
+            for message, target, rows in packed:
+                target.index_copy_(0, row_index(message.rows, target.device), rows)
+
+        return Transfer(arriving, receives, unpack, _outgoing(step.sends, self.own))
+
+    def return_gradients(self, number: int, theirs: Rows, totals: Totals2) -> Transfer:
+        step = self.steps[number]
+        theirs = tuple(t.contiguous() for t in theirs)
+        incoming = _incoming(step, theirs)
+        receives = [(message.peer, rows) for message, _, rows in incoming]
+        sends = _outgoing(step.receives, theirs)
+        return Transfer(theirs, receives, functools.partial(_add, incoming, totals), sends)
+
+    def start(self, transfers: Sequence[Transfer]) -> None:
+        """On a GPU they are one kernel, so that none waits for the end of another's."""
+        sends = [message for transfer in transfers for message in transfer.sends]
+        receives = [message for transfer in transfers for message in transfer.receives]
+        works = self.ranks.exchange(sends, receives)
+        for transfer in transfers:
+            transfer.works = works
+        self.ranks.let_messages_begin(self.device)
 
 
-def return_gradients(step: Step, theirs: Rows, totals: tuple[Totals, Totals]) -> Transfer:
-    """The way back: gradients of this step's keys to whom they belong; what arrives is added up."""
-    incoming = [
-        (message, total, _new_rows(t, _count(message.rows)))
-        for message, (total, t) in itertools.product(step.sends, zip(totals, theirs, strict=True))
+class Reads:
+    """By reading where it lies, which GPUs of one host can."""
+
+    def __init__(
+        self, ranks: Ranks, steps: tuple[Step, ...], reach: Reach, most_heads: int, own: Rows
+    ) -> None:
+        """own: the rank's keys and values. most_heads: KV heads of the rank of the group that has most."""
+        self.ranks, self.steps, self.reach, self.own = ranks, steps, reach, own
+        self.device, self.dtype = own[0].device, own[0].dtype
+        self.row_bytes = [t.shape[1] * most_heads * t.shape[3] * t.dtype.itemsize for t in own]
+        if len(steps) > 1:
+            self.keys, self.gradients = self._memory(KEYS), self._memory(GRADIENTS)
+            self.keys.publish(own, [reach.own_keys * row for row in self.row_bytes])
+
+    def _memory(self, purpose: str) -> PeerMemory:
+        memory = memory_of(self.ranks, self.device, purpose)
+        assert memory is not None
+        return memory
+
+    def send_keys(self, number: int) -> Transfer:
+        step, far = self.steps[number], self.reach.steps[number - 1].receives
+        arriving = tuple([_new_rows(t, step.keys) for t in self.own])
+        found = [
+            self._read(self.keys, message.peer, place, there, target, message.rows)
+            for message, there in sorted(zip(step.receives, far, strict=True), key=self._turn)
+            for place, target in enumerate(arriving)
+        ]
+        return _transfer(arriving, found)
+
+    def return_gradients(self, number: int, theirs: Rows, totals: Totals2) -> Transfer:
+        step, far = self.steps[number], self.reach.steps[number - 1].sends
+        self.gradients.publish(theirs, [self.reach.step_keys * row for row in self.row_bytes])
+        there = {message.peer: rows for message, rows in zip(step.sends, far, strict=True)}
+        incoming = _incoming(step, theirs)
+        found = [
+            self._read(self.gradients, m.peer, place, there[m.peer], rows, ((0, len(rows)),))
+            for m, place, rows in incoming
+        ]
+        return _transfer(theirs, found, functools.partial(_add, incoming, totals))
+
+    def start(self, transfers: Sequence[Transfer]) -> None:
+        works: list[Any] = list(
+            copy_beside([read for transfer in transfers for read in transfer.receives], self.device)
+        )
+        for transfer in transfers:
+            transfer.works = works
+
+    def _turn(self, end: tuple[Message, Any]) -> int:
+        """Ranks begin with different peers."""
+        return (end[0].peer - self.ranks.rank) % self.ranks.world
+
+    def _read(
+        self,
+        memory: PeerMemory,
+        peer: int,
+        place: int,
+        there: tuple[Range, ...],
+        target: Tensor,
+        here: tuple[Range, ...],
+    ) -> Fetch:
+        """Rows of what a peer has published in a place, as rows of target."""
+        shape = there[-1][1], *target.shape[1:]
+        source = memory.read(self.ranks.peers[peer], place, shape, target.dtype)
+        pairs = _in_step(here, there)
+        if len(pairs) <= MOST_COPIES:
+            return Fetch([(_slice(source, c), _slice(target, a)) for a, c in pairs])
+        first, end = there[0][0], there[-1][1]
+        rows = _new_rows(target, end - first)
+
+        def unpack() -> None:
+            index = row_index(tuple((c - first, d - first) for c, d in there), target.device)
+            target.index_copy_(0, row_index(here, target.device), rows[index])
+
+        return Fetch([(source[first:end], rows)], unpack)
+
+
+MOST_COPIES = 8  # for a message: where it has more ranges, all between them is read too, by one
+
+
+class Fetch(NamedTuple):
+    """Copies (source, target), and what is done when they are complete."""
+
+    copies: list[tuple[Any, Tensor]]
+    unpack: Callable[[], None] = _nothing
+
+
+def _transfer(result: Rows, fetches: list[Fetch], arrive: Callable[[], None] = _nothing) -> Transfer:
+    def finish() -> None:
+        for fetch in fetches:
+            fetch.unpack()
+        arrive()
+
+    return Transfer(result, [copy for fetch in fetches for copy in fetch.copies], finish)
+
+
+class Incoming(NamedTuple):
+    """Gradients of some of a rank's keys, or values, from a rank that has used them."""
+
+    message: Message
+    place: int  # 0: of keys, 1: of values
+    rows: Tensor
+
+
+def _incoming(step: Step, theirs: Rows) -> list[Incoming]:
+    return [
+        Incoming(message, place, _new_rows(t, _count(message.rows)))
+        for message, (place, t) in itertools.product(step.sends, enumerate(theirs))
     ]
 
-    def add() -> None:
-        for message, total, rows in incoming:  # in the order of the schedule: the same sum in every run
-            if len(message.rows) == 1:
-                total.add(message.rows[0][0], rows.transpose(0, 1))
-            else:
-                total.add_at(row_index(message.rows, rows.device), rows.transpose(0, 1))
 
-    receives = [(message.peer, rows) for message, _, rows in incoming]
-    return Transfer(_outgoing(step.receives, theirs), receives, theirs, add)
+def _add(incoming: list[Incoming], totals: Totals2) -> None:
+    """In the order of the schedule: the same sum in every run."""
+    for message, place, rows in incoming:
+        if len(message.rows) == 1:
+            totals[place].add(message.rows[0][0], rows.transpose(0, 1))
+        else:
+            totals[place].add_at(row_index(message.rows, rows.device), rows.transpose(0, 1))
 
 
 def _outgoing(messages: tuple[Message, ...], tensors: Rows) -> list[tuple[int, Tensor]]:
@@ -99,6 +232,21 @@ def _outgoing(messages: tuple[Message, ...], tensors: Rows) -> list[tuple[int, T
         for m in messages
         for t in tensors
     ]
+
+
+@functools.lru_cache(maxsize=1024)
+def _in_step(here: tuple[Range, ...], there: tuple[Range, ...]) -> list[tuple[Range, Range]]:
+    """Ranges of equal lengths, of two lists that have as many rows in all."""
+    pairs, left, right = [], list(here[::-1]), list(there[::-1])
+    while left:
+        (a, b), (c, d) = left.pop(), right.pop()
+        count = min(b - a, d - c)
+        pairs.append(((a, a + count), (c, c + count)))
+        if a + count < b:
+            left.append((a + count, b))
+        if c + count < d:
+            right.append((c + count, d))
+    return pairs
 
 
 def _new_rows(t: Tensor, count: int) -> Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tilewise.api import attention, attention_varlen
-from tilewise.distributed import context_parallel_attention, shard, unshard
+from tilewise.distributed import context_parallel_attention, peer_memory, shard, unshard
 from tilewise.distributed.ranks import Ranks
 from tilewise.lab.bench.cases import Case
 from tilewise.lab.bench.errors import Refusal
@@ -99,7 +99,7 @@ def _context_parallel(method: str, balance: str | None = None, overlaps: bool = 
 
 @contextlib.contextmanager
 def _without_overlap() -> Iterator[None]:
-    """Nothing is computed while messages travel, as in ring-flash-attention's loop over steps."""
+    """Messages, and nothing is computed while they travel, as in ring-flash-attention's loop over steps."""
     exchange = Ranks.exchange
 
     def exchange_and_wait(ranks: Ranks, sends: Any, receives: Any) -> list[Any]:
@@ -108,6 +108,7 @@ def _without_overlap() -> Iterator[None]:
         return []
 
     with (
+        mock.patch.object(peer_memory, "can_read", lambda ranks, device: False),
         mock.patch.object(Ranks, "exchange", exchange_and_wait),
         mock.patch.object(Ranks, "let_messages_begin", lambda ranks, device: None),
     ):
