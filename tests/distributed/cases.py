@@ -15,12 +15,13 @@ import torch
 from tilewise import attention, attention_varlen, reference
 from tilewise.distributed import (
     context_parallel_attention,
-    cost,
     engine,
+    network,
     peer_memory,
     positions,
     shard,
     unshard,
+    wire,
 )
 from tilewise.distributed.faults import Disagreement
 from tilewise.distributed.ranks import Ranks
@@ -95,10 +96,16 @@ def check(group, seed, method, balance, options, n, heads, kv_heads, cu_seqlens=
 def reading(group, name, *arguments):
     """A function of this file, by ranks that read each other's memory: files stand in for that of GPUs."""
     with contextlib.ExitStack() as stack:
-        for known in (peer_memory._can_read, peer_memory._memories):
-            stack.enter_context(mock.patch.dict(known, clear=True))
-        for place, value in {"_try": lambda *_: True, "symmetric_memory": files, "STEP": 512}.items():
-            stack.enter_context(mock.patch.object(peer_memory, place, value))
+        stack.enter_context(mock.patch.dict(peer_memory._memories, clear=True))
+        instead = {
+            "may_be": lambda *_: True,
+            "_may_read": lambda *_: True,
+            "symmetric_memory": files,
+            "STEP": 512,
+        }
+        for name_of, value in instead.items():
+            stack.enter_context(mock.patch.object(peer_memory, name_of, value))
+        stack.enter_context(mock.patch.object(wire, "MOST_COPIES", 8 if arguments[0] % 2 else 2))
         never = mock.Mock(side_effect=AssertionError("a message was sent"))
         stack.enter_context(mock.patch.object(Ranks, "exchange", never))
         found = globals()[name](group, *arguments)
@@ -151,8 +158,8 @@ def close(found, exact, name):
 
 def first_call_in_inference_mode(group):
     """What a first call keeps serves calls with gradients."""
-    for key in [key for key in cost._measured if key[0] == group]:
-        del cost._measured[key]
+    for key in [key for key in network._measured if key[0] == group]:
+        del network._measured[key]
     q = shard(torch.randn(1, 24, 2, 8, generator=torch.Generator().manual_seed(0)), group=group)
     with torch.inference_mode():
         context_parallel_attention(q, q, q, group=group, causal=True)

@@ -2,9 +2,10 @@
 
 from tilewise.distributed.attention import context_parallel_attention
 from tilewise.distributed.context import context_parallel
-from tilewise.distributed.cost import Network, explain
+from tilewise.distributed.cost import explain
 from tilewise.distributed.decode import attention_with_split_cache
 from tilewise.distributed.layout import positions, shard, unshard
+from tilewise.distributed.network import Network
 
 __all__ = [
     "Network",

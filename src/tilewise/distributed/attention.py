@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -18,11 +18,12 @@ from tilewise.core.functions.captured import check_indices, pack
 from tilewise.core.functions.options import as_options
 from tilewise.core.functions.trace import trace
 from tilewise.core.problem import Inputs, Options
-from tilewise.distributed import engine, peer_memory
-from tilewise.distributed.cost import Network, choose as choose_method, measured, sizes_of
+from tilewise.distributed import engine
+from tilewise.distributed.cost import choose as choose_method, sizes_of
 from tilewise.distributed.faults import agree, batch_of_one, check_call, facts_of
 from tilewise.distributed.heads import heads_of, heads_to_tokens, swap_of, tokens_to_heads
 from tilewise.distributed.layout import Layout, is_dtensor, layout_of, shards_of
+from tilewise.distributed.network import Network, measured
 from tilewise.distributed.parts import Extras, Origin
 from tilewise.distributed.ranks import Ranks, flat_ranks, mesh_degree, ranks_of
 from tilewise.distributed.schedule import Rules, joined_reach, joined_schedule
@@ -274,10 +275,9 @@ def _run(
     pattern = "all_gather" if method == "all_gather" else "ring"
     schedule = joined_schedule(tokens, degree, outer.rank, rules := _rules(options, extras), pattern)
     packs = len(tokens.starts) > 2 and not rules.needs_tokens
-    work = engine.Work(outer, *schedule, options, backend, packs, origin)
-    if peer_memory.can_read(ranks, query.device):
-        reach = joined_reach(tokens, degree, outer.rank, rules, pattern)
-        work = replace(work, reach=reach, most_heads=max(h.stop - h.start for h in kv_heads))
+    make_reach = functools.partial(joined_reach, tokens, degree, outer.rank, rules, pattern)
+    most_heads = max(h.stop - h.start for h in kv_heads)
+    work = engine.Work(outer, *schedule, options, backend, packs, origin, make_reach, most_heads)
     out, lse = engine.run(work, query, key, value, extras, sinks)
     if degree == 1:
         return out, lse

@@ -8,6 +8,7 @@ the end, when the last of them travel. Both directions hold two steps' keys at m
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +21,7 @@ from tilewise.distributed.parts import Extras, Origin, Part, attend, differentia
 from tilewise.distributed.ranks import Ranks
 from tilewise.distributed.schedule import Reach, Step
 from tilewise.distributed.totals import Totals
-from tilewise.distributed.wire import Messages, Reads, Wire
+from tilewise.distributed.wire import Wire, make_wire
 
 
 @dataclass(frozen=True)
@@ -34,15 +35,12 @@ class Work:
     backend: str | None
     packs: bool  # blocks of several documents share a call
     origin: Origin
-    reach: Reach | None = None  # of ranks that read each other's memory
-    most_heads: int = 0  # KV heads, of the rank of the group that has most
+    make_reach: Callable[[], Reach]  # of these schedules
+    most_heads: int  # KV heads, of the rank of the group that has most
 
     def wire(self, steps: tuple[Step, ...], key: Tensor, value: Tensor) -> Wire:
         """For one direction; key and value are the rank's own."""
-        own = _swapped((key, value))
-        if self.reach is None:
-            return Messages(self.ranks, steps, own)
-        return Reads(self.ranks, steps, self.reach, self.most_heads, own)
+        return make_wire(self.ranks, steps, _swapped((key, value)), self.make_reach, self.most_heads)
 
     def parts(self, step: Step, device: torch.device) -> tuple[Part, ...]:
         return parts_of(step, self.packs, device)

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from tilewise.distributed import peer_memory
 from tilewise.distributed.layout import Layout
-from tilewise.distributed.peer_memory import KEYS, PeerMemory, memory_of
+from tilewise.distributed.peer_memory import KEYS, PeerMemory
 from tilewise.distributed.ranks import Ranks
 from tilewise.distributed.schedule import Range
 from tilewise.distributed.wire import row_index
@@ -117,7 +118,8 @@ class _Gather(torch.autograd.Function):
 def _scatter(swap: Swap, heads: Heads, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """Each tensor's heads to their ranks. What arrives is received where it belongs; what stays is put there
     meanwhile."""
-    if (memory := memory_of(swap.ranks, tensors[0].device, KEYS)) is not None:
+    sizes = [swap.most[0] * t.shape[0] * t.shape[2] * t.shape[3] * t.dtype.itemsize for t in tensors]
+    if (memory := peer_memory.memory_of(swap.ranks, tensors[0].device, KEYS, sizes)) is not None:
         return _scatter_by_reading(memory, swap, heads, tensors)
     me, rows = swap.ranks.rank, swap.rows
     sends, receives, scattered, staying, results = [], [], [], [], []
@@ -153,7 +155,12 @@ def _scatter(swap: Swap, heads: Heads, tensors: tuple[Tensor, ...]) -> tuple[Ten
 
 def _gather(swap: Swap, heads: Heads, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """The way back. A head that comes from several ranks is their sum."""
-    if (memory := memory_of(swap.ranks, tensors[0].device, KEYS)) is not None:
+    widths = [[own.stop - own.start for own in h] for h in heads]
+    sizes = [
+        swap.most[1] * max(w) * t.shape[0] * t.shape[3] * t.dtype.itemsize
+        for w, t in zip(widths, tensors, strict=True)
+    ]
+    if (memory := peer_memory.memory_of(swap.ranks, tensors[0].device, KEYS, sizes)) is not None:
         return _gather_by_reading(memory, swap, heads, tensors)
     me, rows = swap.ranks.rank, swap.rows
     sends, receives, arriving, staying, results = [], [], [], [], []
@@ -197,7 +204,7 @@ def _scatter_by_reading(
 ) -> tuple[Tensor, ...]:
     """Each rank reads its heads where they lie."""
     by_token = [t.transpose(0, 1) for t in tensors]
-    memory.publish(by_token, [swap.most[0] * t[:1].numel() * t.dtype.itemsize for t in by_token])
+    memory.publish(by_token)
     results = []
     for place, (t, h) in enumerate(zip(by_token, heads, strict=True)):
         own = h[swap.ranks.rank]
@@ -215,11 +222,10 @@ def _gather_by_reading(
 ) -> tuple[Tensor, ...]:
     """The way back: each rank reads its tokens."""
     by_token, ranges = [t.transpose(0, 1) for t in tensors], swap.rows[swap.ranks.rank]
-    widths = [[own.stop - own.start for own in h] for h in heads]
-    rows = [t.shape[1] * t.shape[-1] * t.dtype.itemsize for t in by_token]
-    memory.publish(by_token, [swap.most[1] * max(w) * row for w, row in zip(widths, rows, strict=True)])
+    memory.publish(by_token)
     results = []
-    for place, (t, h, width) in enumerate(zip(by_token, heads, widths, strict=True)):
+    for place, (t, h) in enumerate(zip(by_token, heads, strict=True)):
+        width = [own.stop - own.start for own in h]
         is_shared = sum(width) > h[-1].stop
         shape = (t.shape[1], _count(ranges), h[-1].stop, t.shape[-1])
         results.append(t.new_zeros(shape) if is_shared else t.new_empty(shape))

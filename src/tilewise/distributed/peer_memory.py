@@ -1,8 +1,8 @@
 """Memory of each rank that the others of its host read, where GPUs can: PyTorch's symmetric memory.
 
-    memory.publish(tensors, sizes)        # every rank's, which waits until all have come here
+    memory.publish(tensors)                 # every rank's, which waits until all have come here
     memory.read(peer, place, shape, dtype)  # a tensor where it lies in the peer's memory
-    copy_beside(pairs, device)            # by copy engines, beside kernels that keep all multiprocessors
+    copy_beside(pairs, device)              # by copy engines, beside kernels that keep all multiprocessors
 
 Messages of NCCL are kernels: they hold multiprocessors, and each exchange takes the host longer than an
 attention call.
@@ -27,60 +27,111 @@ from torch import Tensor
 from tilewise.core.torch_private import symmetric_memory
 from tilewise.distributed.ranks import Ranks, gather
 
-KEYS, GRADIENTS = "keys", "gradients"  # what is read while the other is published again has memory of its own
+KEYS, GRADIENTS = "keys", "gradients"  # what is read while the other is published has memory of its own
 IS_ALLOWED = os.environ.get("TILEWISE_PEER_MEMORY") != "0"
 ALIGNMENT = 256  # bytes, of a place
 STEP = 32 << 20  # bytes by which a rank's memory grows
 BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 _memories: dict[tuple[Any, torch.device, str], PeerMemory] = {}
-_can_read: dict[tuple[Any, torch.device], bool] = {}
+_without: set[tuple[Any, torch.device]] = set()  # groups that cannot
 _streams: dict[torch.device, torch.cuda.Stream] = {}
+_made = 0  # memories, by this process
+
+
+def may_be(ranks: Ranks, device: torch.device) -> bool:
+    """Whether `memory_of` may find some; asking costs nothing."""
+    return ranks.group is not None and device.type == "cuda" and (ranks.group, device) not in _without
+
+
+def memory_of(ranks: Ranks, device: torch.device, purpose: str, sizes: Sequence[int]) -> PeerMemory | None:
+    """Memory with places of so many bytes, which ranks of a group read of each other; None where they cannot.
+
+    All ranks of the group come here, in the same order and with the same sizes, and find the same.
+    """
+    if not may_be(ranks, device):
+        return None
+    key = ranks.group, device, purpose
+    *places, size = itertools.accumulate((-(-n // ALIGNMENT) * ALIGNMENT for n in sizes), initial=0)
+    memory = _memories.get(key)
+    if memory is None or memory.size < size:
+        size = -(-size // STEP) * STEP
+        if memory is not None:  # nobody reads the old one any more
+            memory.wait_for_all()
+            _synchronize(device)
+            del _memories[key], memory
+        memory = _new_memory(ranks, device, size)
+        if memory is None:
+            _without.add((ranks.group, device))
+            return None
+        _memories[key] = memory
+    memory.places = places
+    return memory
+
+
+def _new_memory(ranks: Ranks, device: torch.device, size: int) -> PeerMemory | None:
+    """None if this, or whatever any other rank lacks, stands against it."""
+    global _made
+    members = tuple(dist.get_process_group_ranks(ranks.group))
+    whole = Ranks(ranks.group, members.index(dist.get_rank()), len(members), members)
+    with torch.inference_mode(False):  # a tensor made in it could be written to in it only
+        if not _may_read(whole, device):
+            return None
+        _made += 1
+        found = symmetric_memory(size, device, ranks.group)
+        if not _all_agree(found is not None, whole, device):
+            return None
+    assert found is not None
+    return PeerMemory(whole, device, size, *found)
+
+
+def _may_read(ranks: Ranks, device: torch.device) -> bool:
+    """Whether all ranks are in one host, and their GPUs read each other's memory.
+
+    Ranks must have made as many memories: PyTorch, before its pull request 196350, counts them by process where
+    it should by group, and a rank that has made more waits for the others for ever.
+    """
+    boot = BOOT.read_text() if BOOT.exists() else ""
+    host = zlib.crc32(f"{platform.node()} {boot}".encode())
+    mine = torch.tensor([host, _made, device.index], device=device)
+    hosts, counts, devices = gather(mine, ranks).T.tolist()
+    may = IS_ALLOWED and len(set(hosts)) == len(set(counts)) == 1 and len(set(devices)) == ranks.world
+    may = may and max(devices) < torch.cuda.device_count()
+    may = may and all(torch.cuda.can_device_access_peer(device, d) for d in devices if d != device.index)
+    return _all_agree(may, ranks, device)
+
+
+def _all_agree(is_so: bool, ranks: Ranks, device: torch.device) -> bool:
+    return bool(gather(torch.tensor(is_so, device=device), ranks).all())
 
 
 class PeerMemory:
-    """A part of each rank's memory, in which it publishes tensors. It grows to what is asked for."""
+    """A part of each rank's memory, in which it publishes tensors."""
 
-    def __init__(self, ranks: Ranks, device: torch.device) -> None:
-        self.group, self.device = ranks.group, device
-        self.members = dist.get_process_group_ranks(self.group)  # which ranks are known by
-        self.rank = self.members.index(dist.get_rank())
-        self.size = 0
+    def __init__(
+        self, ranks: Ranks, device: torch.device, size: int, buffers: list[Tensor], wait_for_all: Any
+    ) -> None:
+        """buffers: uint8 (size,) of each rank. wait_for_all: holds the current stream until all are here."""
+        self.ranks, self.device, self.size = ranks, device, size
+        self.buffers, self.wait_for_all = buffers, wait_for_all
+        self.places: list[int] = []  # where each begins
         self.stream: torch.cuda.Stream | None = None
 
-    def publish(self, tensors: Sequence[Tensor], sizes: Sequence[int]) -> None:
-        """Let all ranks read tensors, each in a place of so many bytes, of which all ranks give the same.
+    def publish(self, tensors: Sequence[Tensor]) -> None:
+        """Let all ranks read a tensor in each place.
 
         What was published before is gone then: each rank has to have waited for what it read of it.
         """
-        ends = itertools.accumulate((-(-size // ALIGNMENT) * ALIGNMENT for size in sizes), initial=0)
-        *self.places, size = ends
         self._follow()
-        if size > self.size:
-            self._grow(size)
         self.wait_for_all()
         for place, t in enumerate(tensors):
-            self.read(self.members[self.rank], place, t.shape, t.dtype).copy_(t)
+            self.read(self.ranks.peers[self.ranks.rank], place, t.shape, t.dtype).copy_(t)
         self.wait_for_all()
 
     def read(self, peer: int, place: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """What a rank, by its number among all processes, has published in a place; nothing is copied."""
         start, size = self.places[place], math.prod(shape) * dtype.itemsize
-        return self.buffers[self.members.index(peer)][start : start + size].view(dtype).view(shape)
-
-    def _grow(self, size: int) -> None:
-        size = -(-size // STEP) * STEP
-        if self.size:  # nobody reads the old memory any more once all have come here
-            _synchronize(self.device)
-            dist.barrier(group=self.group)
-        with torch.inference_mode(False):  # a tensor made in it could be written to in it only
-            found = symmetric_memory(size, self.device, self.group)
-        if found is None:
-            raise RuntimeError(
-                f"no {size} bytes that all ranks can read; TILEWISE_PEER_MEMORY=0 sends messages"
-            )
-        self.buffers, self.wait_for_all = found
-        self.size = size
+        return self.buffers[self.ranks.peers.index(peer)][start : start + size].view(dtype).view(shape)
 
     def _follow(self) -> None:
         """Be behind the call before, should that have come from another stream."""
@@ -89,50 +140,6 @@ class PeerMemory:
         before, self.stream = self.stream, torch.cuda.current_stream(self.device)
         if before is not None and before != self.stream:
             self.stream.wait_stream(before)
-
-
-def memory_of(ranks: Ranks, device: torch.device, purpose: str) -> PeerMemory | None:
-    """What the ranks of a group read of each other; None where they cannot, so that messages serve.
-
-    All ranks of the group take part, in the first call.
-    """
-    if not can_read(ranks, device):
-        return None
-    key = ranks.group, device, purpose
-    if key not in _memories:
-        _memories[key] = PeerMemory(ranks, device)
-    return _memories[key]
-
-
-def can_read(ranks: Ranks, device: torch.device) -> bool:
-    """Whether all ranks of the group are in one host, and their GPUs read each other's memory."""
-    if ranks.group is None:
-        return False
-    key = ranks.group, device
-    if key not in _can_read:
-        _can_read[key] = _try(ranks, device)
-    return _can_read[key]
-
-
-def _try(ranks: Ranks, device: torch.device) -> bool:
-    if device.type != "cuda":
-        return False
-    with torch.inference_mode(False):
-        boot = BOOT.read_text() if BOOT.exists() else ""
-        host = zlib.crc32(f"{platform.node()} {boot}".encode())
-        whole = Ranks(ranks.group, 0, dist.get_world_size(ranks.group), ())
-        hosts, devices = gather(torch.tensor([host, device.index], device=device), whole).T.tolist()
-        others = [d for d in devices if d != device.index]
-        may = IS_ALLOWED and len(set(hosts)) == 1 and len(set(devices)) == whole.world
-        may = may and max(devices) < torch.cuda.device_count()
-        may = may and all(torch.cuda.can_device_access_peer(device, d) for d in others)
-        if not _all_agree(may, whole, device):
-            return False
-        return _all_agree(symmetric_memory(ALIGNMENT, device, ranks.group) is not None, whole, device)
-
-
-def _all_agree(is_so: bool, ranks: Ranks, device: torch.device) -> bool:
-    return bool(gather(torch.tensor(is_so, device=device), ranks).all())
 
 
 class Arrival(NamedTuple):

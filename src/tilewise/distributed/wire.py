@@ -10,7 +10,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from tilewise.distributed.peer_memory import GRADIENTS, KEYS, PeerMemory, copy_beside, memory_of
+from tilewise.distributed import peer_memory
+from tilewise.distributed.peer_memory import GRADIENTS, KEYS, PeerMemory, copy_beside
 from tilewise.distributed.ranks import Ranks
 from tilewise.distributed.schedule import Message, Range, Reach, Step
 from tilewise.distributed.totals import Totals
@@ -59,6 +60,22 @@ class Wire(Protocol):
 
     def start(self, transfers: Sequence[Transfer]) -> None:
         """Start transfers at once, beside what the current stream does next."""
+
+
+def make_wire(
+    ranks: Ranks, steps: tuple[Step, ...], own: Rows, make_reach: Callable[[], Reach], most_heads: int
+) -> Wire:
+    """own: the rank's keys and values. most_heads: KV heads of the rank of the group that has most."""
+    if len(steps) > 1 and peer_memory.may_be(ranks, own[0].device):
+        reach = make_reach()
+        row_bytes = [t.shape[1] * most_heads * t.shape[3] * t.dtype.itemsize for t in own]
+        found = []
+        for purpose, rows in ((KEYS, reach.own_keys), (GRADIENTS, reach.step_keys)):
+            sizes = [rows * row for row in row_bytes]
+            found.append(peer_memory.memory_of(ranks, own[0].device, purpose, sizes))
+        if found[0] is not None and found[1] is not None:
+            return Reads(ranks, steps, reach, (found[0], found[1]), own)
+    return Messages(ranks, steps, own)
 
 
 class Messages:
@@ -111,20 +128,18 @@ class Reads:
     """By reading where it lies, which GPUs of one host can."""
 
     def __init__(
-        self, ranks: Ranks, steps: tuple[Step, ...], reach: Reach, most_heads: int, own: Rows
+        self,
+        ranks: Ranks,
+        steps: tuple[Step, ...],
+        reach: Reach,
+        memories: tuple[PeerMemory, PeerMemory],
+        own: Rows,
     ) -> None:
-        """own: the rank's keys and values. most_heads: KV heads of the rank of the group that has most."""
+        """own: the rank's keys and values. memories: for them, and for gradients."""
         self.ranks, self.steps, self.reach, self.own = ranks, steps, reach, own
-        self.device, self.dtype = own[0].device, own[0].dtype
-        self.row_bytes = [t.shape[1] * most_heads * t.shape[3] * t.dtype.itemsize for t in own]
-        if len(steps) > 1:
-            self.keys, self.gradients = self._memory(KEYS), self._memory(GRADIENTS)
-            self.keys.publish(own, [reach.own_keys * row for row in self.row_bytes])
-
-    def _memory(self, purpose: str) -> PeerMemory:
-        memory = memory_of(self.ranks, self.device, purpose)
-        assert memory is not None
-        return memory
+        self.keys, self.gradients = memories
+        self.device = own[0].device
+        self.keys.publish(own)
 
     def send_keys(self, number: int) -> Transfer:
         step, far = self.steps[number], self.reach.steps[number - 1].receives
@@ -138,7 +153,7 @@ class Reads:
 
     def return_gradients(self, number: int, theirs: Rows, totals: Totals2) -> Transfer:
         step, far = self.steps[number], self.reach.steps[number - 1].sends
-        self.gradients.publish(theirs, [self.reach.step_keys * row for row in self.row_bytes])
+        self.gradients.publish(theirs)
         there = {message.peer: rows for message, rows in zip(step.sends, far, strict=True)}
         incoming = _incoming(step, theirs)
         found = [

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tilewise.distributed.cost import measured
+from tilewise.distributed.network import measured
 from tilewise.distributed.ranks import ranks_of
 from tilewise.lab.bench import gate, results
 from tilewise.lab.bench.cases import Case

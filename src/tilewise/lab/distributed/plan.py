@@ -10,7 +10,8 @@ from typing import Annotated, Any, NamedTuple
 import typer
 
 from tilewise.distributed import Network, explain
-from tilewise.distributed.cost import TAKEN_BY_NCCL, Choice
+from tilewise.distributed.cost import Choice
+from tilewise.distributed.network import TAKEN_BY_NCCL
 from tilewise.lab.bench import results
 from tilewise.lab.bench.cases import Case
 from tilewise.lab.bench.cli import one_line_errors
