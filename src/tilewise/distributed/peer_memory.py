@@ -88,8 +88,8 @@ def _new_memory(ranks: Ranks, device: torch.device, size: int) -> PeerMemory | N
 def _may_read(ranks: Ranks, device: torch.device) -> bool:
     """Whether all ranks are in one host, and their GPUs read each other's memory.
 
-    Ranks must have made as many memories: PyTorch, before its pull request 196350, counts them by process where
-    it should by group, and a rank that has made more waits for the others for ever.
+    Ranks must have made as many memories: PyTorch, before its pull request 196350, counts them by process and
+    not by group, and a rank that has made more waits for the others for ever.
     """
     boot = BOOT.read_text() if BOOT.exists() else ""
     host = zlib.crc32(f"{platform.node()} {boot}".encode())
