@@ -15,7 +15,7 @@ IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 if not (IS_INTERPRETED or torch.cuda.is_available()):
     pytest.skip("needs a GPU, or TRITON_INTERPRET=1", allow_module_level=True)
 
-from tilewise.distributed import totals  # noqa: E402
+from tilewise.distributed import parts  # noqa: E402
 from tilewise.gpu.launch.combine import MOST, Operand, combine  # noqa: E402
 
 DEVICE = "cpu" if IS_INTERPRETED else "cuda"
@@ -56,7 +56,7 @@ SPANS = [
 
 
 def test_a_launch_takes_all_parts_that_wait():
-    assert totals.MOST == MOST == max(map(len, SPANS))
+    assert parts.MOST == MOST == max(map(len, SPANS))
 
 
 @pytest.mark.parametrize("with_lse", [True, False])

@@ -11,8 +11,8 @@ from tilewise.api import attention_with_cache
 from tilewise.cache import KVCache, PagedKVCache
 from tilewise.core.checks import check_flag, check_tensors, shown
 from tilewise.distributed.faults import agree
+from tilewise.distributed.parts import Totals
 from tilewise.distributed.ranks import gather, ranks_of
-from tilewise.distributed.totals import Totals
 
 
 def attention_with_split_cache(

@@ -17,10 +17,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from tilewise.core.problem import Options
-from tilewise.distributed.parts import Extras, Origin, Part, attend, differentiate, parts_of, tile
+from tilewise.distributed.parts import Extras, Origin, Part, Totals, attend, differentiate, parts_of, tile
 from tilewise.distributed.ranks import Ranks
 from tilewise.distributed.schedule import Reach, Step
-from tilewise.distributed.totals import Totals
 from tilewise.distributed.wire import Wire, make_wire
 
 

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from tilewise.distributed import peer_memory
+from tilewise.distributed.parts import Totals
 from tilewise.distributed.peer_memory import GRADIENTS, KEYS, PeerMemory, copy_beside
 from tilewise.distributed.ranks import Ranks
 from tilewise.distributed.schedule import Message, Range, Reach, Step
-from tilewise.distributed.totals import Totals
 
 Rows = tuple[Tensor, ...]  # keys and values, or their gradients: (tokens, batch, KV heads, dim)
 Totals2 = tuple[Totals, Totals]

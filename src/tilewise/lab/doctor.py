@@ -34,6 +34,7 @@ ENVIRONMENT = (
     "TILEWISE_CACHE_DIR",
     "TILEWISE_KERNELS",
     "TILEWISE_DEBUG",
+    "TILEWISE_PEER_MEMORY",
     "TRITON_INTERPRET",
 )
 SEQLEN, HEADS, KV_HEADS, HEAD_DIM = 77, 4, 2, 64  # of the self-check; an odd length
