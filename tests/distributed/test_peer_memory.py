@@ -1,4 +1,4 @@
-"""When ranks read each other's memory, and when they send messages; what is read is in test_context_parallel."""
+"""When ranks read each other's memory, and when they send messages."""
 
 from __future__ import annotations
 
