@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 
 from tilewise.distributed import peer_memory
 from tilewise.distributed.layout import Layout
-from tilewise.distributed.peer_memory import KEYS, PeerMemory
+from tilewise.distributed.peer_memory import KEYS, PeerMemory, stream_of
 from tilewise.distributed.ranks import Ranks
 from tilewise.distributed.schedule import Range
 from tilewise.distributed.wire import row_index
@@ -204,7 +204,7 @@ def _scatter_by_reading(
 ) -> tuple[Tensor, ...]:
     """Each rank reads its heads where they lie."""
     by_token = [t.transpose(0, 1) for t in tensors]
-    memory.publish(by_token)
+    memory.publish(by_token, stream_of(memory.device))
     results = []
     for place, (t, h) in enumerate(zip(by_token, heads, strict=True)):
         own = h[swap.ranks.rank]
@@ -222,7 +222,7 @@ def _gather_by_reading(
 ) -> tuple[Tensor, ...]:
     """The way back: each rank reads its tokens."""
     by_token, ranges = [t.transpose(0, 1) for t in tensors], swap.rows[swap.ranks.rank]
-    memory.publish(by_token)
+    memory.publish(by_token, stream_of(memory.device))
     results = []
     for place, (t, h) in enumerate(zip(by_token, heads, strict=True)):
         width = [own.stop - own.start for own in h]

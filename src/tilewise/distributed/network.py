@@ -13,7 +13,7 @@ import torch.distributed as dist
 from tilewise.api import attention
 from tilewise.core.checks import check_number, shown
 from tilewise.distributed import peer_memory
-from tilewise.distributed.peer_memory import KEYS, PeerMemory, copy_beside
+from tilewise.distributed.peer_memory import KEYS, PeerMemory, copy_beside, stream_of
 from tilewise.distributed.ranks import Ranks
 
 BACKWARD_FLOPS = 2.5  # of those of the forward: five products instead of two
@@ -67,7 +67,7 @@ def _measure(ranks: Ranks, dtype: torch.dtype, device: torch.device) -> Network:
             torch.autograd.grad(attention(leaf, leaf, leaf), leaf, x)  # type: ignore[arg-type]
 
     if (memory := peer_memory.memory_of(ranks, device, KEYS, [large])) is not None:
-        memory.publish([message])
+        memory.publish([message], stream_of(device))
 
     def exchange(size: int, targets: list[int], sources: list[int]) -> Callable[[], object]:
         if memory is not None:
@@ -106,7 +106,7 @@ def _exchange_bytes(ranks: Ranks, message: torch.Tensor, targets: list[int], sou
 def _read_bytes(ranks: Ranks, memory: PeerMemory, size: int, sources: list[int]) -> None:
     """As many from each source."""
     reads = [memory.read(ranks.peers[p], 0, (size,), torch.uint8) for p in sources]
-    for arrival in copy_beside([(read, torch.empty_like(read)) for read in reads], memory.device):
+    for arrival in copy_beside([(read, torch.empty_like(read)) for read in reads], stream_of(memory.device)):
         arrival.wait()
 
 

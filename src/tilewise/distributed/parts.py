@@ -183,10 +183,7 @@ def _call(
 ) -> tuple[Inputs, Options]:
     block, packing = part.block, part.packing
     q, k, v = (_tokens(query, block.q0, block.q1), *(_tokens(t, block.k0, block.k1) for t in (key, value)))
-    is_causal = block.right == 0
-    options = options._replace(
-        causal=is_causal, window_left=block.left, window_right=None if is_causal else block.right
-    )
+    options = _with_window(options, block.left, block.right)
     if packing is not None:
         inputs = Inputs(q[0], k[0], v[0], packing.cu_seqlens_q, packing.cu_seqlens_k)
         return inputs, options._replace(max_seqlen_q=packing.longest_q, max_seqlen_k=packing.longest_k)
@@ -207,6 +204,12 @@ def _call(
     return inputs._replace(
         captured_floats=floats, captured_integers=integers, captured_layout=layout
     ), options
+
+
+@functools.lru_cache(maxsize=256)
+def _with_window(options: Options, left: int | None, right: int | None) -> Options:
+    is_causal = right == 0
+    return options._replace(causal=is_causal, window_left=left, window_right=None if is_causal else right)
 
 
 def _with_dropout(

@@ -10,7 +10,6 @@ attention call.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import math
 import os
@@ -31,6 +30,7 @@ KEYS, GRADIENTS = "keys", "gradients"  # what is read while the other is publish
 IS_ALLOWED = os.environ.get("TILEWISE_PEER_MEMORY") != "0"
 ALIGNMENT = 256  # bytes, of a place
 STEP = 32 << 20  # bytes by which a rank's memory grows
+MOST_VIEWS = 256
 BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 _memories: dict[tuple[Any, torch.device, str], PeerMemory] = {}
@@ -116,13 +116,15 @@ class PeerMemory:
         self.buffers, self.wait_for_all = buffers, wait_for_all
         self.places: list[int] = []  # where each begins
         self.stream: torch.cuda.Stream | None = None
+        self.views: dict[tuple[Any, ...], Tensor] = {}  # as short calls would make the same again
 
-    def publish(self, tensors: Sequence[Tensor]) -> None:
-        """Let all ranks read a tensor in each place.
+    def publish(self, tensors: Sequence[Tensor], stream: torch.cuda.Stream | None) -> None:
+        """Let all ranks read a tensor in each place. stream: the current one; None on a CPU.
 
         What was published before is gone then: each rank has to have waited for what it read of it.
         """
-        self._follow()
+        if stream != self.stream:
+            self._follow(stream)
         self.wait_for_all()
         for place, t in enumerate(tensors):
             self.read(self.ranks.peers[self.ranks.rank], place, t.shape, t.dtype).copy_(t)
@@ -130,39 +132,58 @@ class PeerMemory:
 
     def read(self, peer: int, place: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """What a rank, by its number among all processes, has published in a place; nothing is copied."""
-        start, size = self.places[place], math.prod(shape) * dtype.itemsize
-        return self.buffers[self.ranks.peers.index(peer)][start : start + size].view(dtype).view(shape)
+        start = self.places[place]
+        key = peer, start, tuple(shape), dtype
+        if (found := self.views.get(key)) is None:
+            if len(self.views) == MOST_VIEWS:
+                self.views.clear()
+            end = start + math.prod(shape) * dtype.itemsize
+            with torch.inference_mode(False):
+                found = self.buffers[self.ranks.peers.index(peer)][start:end].view(dtype).view(shape)
+            self.views[key] = found
+        return found
 
-    def _follow(self) -> None:
-        """Be behind the call before, should that have come from another stream."""
-        if self.device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+    def _follow(self, stream: torch.cuda.Stream | None) -> None:
+        """Be behind the call before, which came from another stream."""
+        if stream is None or torch.cuda.is_current_stream_capturing():
             return
-        before, self.stream = self.stream, torch.cuda.current_stream(self.device)
-        if before is not None and before != self.stream:
-            self.stream.wait_stream(before)
+        if self.stream is not None:
+            stream.wait_stream(self.stream)
+        self.stream = stream
+
+
+def stream_of(device: torch.device) -> torch.cuda.Stream | None:
+    """The current stream; asking takes as long as a copy, so a call asks once. None on a CPU."""
+    return torch.cuda.current_stream(device) if device.type == "cuda" else None
 
 
 class Arrival(NamedTuple):
     """When copies on another stream are done."""
 
     event: torch.cuda.Event
+    stream: torch.cuda.Stream
 
     def wait(self) -> None:
-        """The current stream waits, not the host."""
-        torch.cuda.current_stream().wait_event(self.event)
+        """The stream waits, not the host."""
+        self.stream.wait_event(self.event)
 
 
-def copy_beside(pairs: Sequence[tuple[Tensor, Tensor]], device: torch.device) -> list[Arrival]:
+def copy_beside(pairs: Sequence[tuple[Tensor, Tensor]], stream: torch.cuda.Stream | None) -> list[Arrival]:
     """Copy (source, target) while the current stream goes on. `wait` of what is returned completes it."""
-    with contextlib.ExitStack() as stack:
-        if device.type == "cuda":
-            if device not in _streams:
-                _streams[device] = torch.cuda.Stream(device)
-            _streams[device].wait_stream(torch.cuda.current_stream(device))
-            stack.enter_context(torch.cuda.stream(_streams[device]))
+    side = None
+    if stream is not None:
+        if stream.device not in _streams:
+            _streams[stream.device] = torch.cuda.Stream(stream.device)
+        side = _streams[stream.device]
+        side.wait_event(stream.record_event())
+        torch.cuda.set_stream(side)
+    try:
         for source, target in pairs:
             target.copy_(source)
-        return [Arrival(_streams[device].record_event())] if device.type == "cuda" else []
+    finally:
+        if stream is not None:
+            torch.cuda.set_stream(stream)
+    return [] if side is None or stream is None else [Arrival(side.record_event(), stream)]
 
 
 def _synchronize(device: torch.device) -> None:

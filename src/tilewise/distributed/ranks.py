@@ -45,8 +45,9 @@ class Ranks:
                 _detours[device] = torch.cuda.Stream(device), torch.zeros(1, device=device)
         (detour, scratch), stream = _detours[device], torch.cuda.current_stream(device)
         detour.wait_stream(stream)
-        with torch.cuda.stream(detour):
-            scratch.zero_()
+        torch.cuda.set_stream(detour)
+        scratch.zero_()
+        torch.cuda.set_stream(stream)
         stream.wait_stream(detour)
 
     def some(self, members: tuple[int, ...]) -> Ranks:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tilewise.distributed import peer_memory
 from tilewise.distributed.parts import Totals
-from tilewise.distributed.peer_memory import GRADIENTS, KEYS, PeerMemory, copy_beside
+from tilewise.distributed.peer_memory import GRADIENTS, KEYS, PeerMemory, copy_beside, stream_of
 from tilewise.distributed.ranks import Ranks
 from tilewise.distributed.schedule import Message, Range, Reach, Step
 
@@ -138,8 +138,8 @@ class Reads:
         """own: the rank's keys and values. memories: for them, and for gradients."""
         self.ranks, self.steps, self.reach, self.own = ranks, steps, reach, own
         self.keys, self.gradients = memories
-        self.device = own[0].device
-        self.keys.publish(own)
+        self.stream = stream_of(own[0].device)
+        self.keys.publish(own, self.stream)
 
     def send_keys(self, number: int) -> Transfer:
         step, far = self.steps[number], self.reach.steps[number - 1].receives
@@ -153,7 +153,7 @@ class Reads:
 
     def return_gradients(self, number: int, theirs: Rows, totals: Totals2) -> Transfer:
         step, far = self.steps[number], self.reach.steps[number - 1].sends
-        self.gradients.publish(theirs)
+        self.gradients.publish(theirs, self.stream)
         there = {message.peer: rows for message, rows in zip(step.sends, far, strict=True)}
         incoming = _incoming(step, theirs)
         found = [
@@ -164,7 +164,7 @@ class Reads:
 
     def start(self, transfers: Sequence[Transfer]) -> None:
         works: list[Any] = list(
-            copy_beside([read for transfer in transfers for read in transfer.receives], self.device)
+            copy_beside([read for transfer in transfers for read in transfer.receives], self.stream)
         )
         for transfer in transfers:
             transfer.works = works
