@@ -195,7 +195,7 @@ def sent_together(group, head_dim_v):
     return [len(call.args[1]) for call in exchange.call_args_list]
 
 
-def halves(group, seed, balance, options, cu_seqlens=None):
+def messages(group, seed, balance, options, cu_seqlens=None):
     """The number of tensors that a rank sends in each exchange of `all_gather`."""
     with mock.patch.object(Ranks, "exchange", autospec=True, side_effect=Ranks.exchange) as exchange:
         check(group, seed, "all_gather", balance, options, 61, 4, 2, cu_seqlens)

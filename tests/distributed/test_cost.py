@@ -53,7 +53,9 @@ def test_one_peer_may_be_slower_than_all_together_and_messages_take_multiprocess
     found = methods(4000, network=network, backward=False, **options)
     message = 1000 * 2 * 32 * 2
     assert found["ring"].seconds == pytest.approx(3 * message / 1e6)
-    assert found["all_gather"].seconds == pytest.approx(message / 1e6)
+    assert found["all_gather"].seconds == pytest.approx(
+        2 * message / 1e6
+    )  # one rank's, and then two's at once
     work = 4000 * 1000 * 2 * 8 * 32
     network = Network(flops=work, bandwidth=10 * message, latency=0.0, taken=0.5)
     found = methods(4000, network=network, backward=False, **options)
@@ -133,7 +135,7 @@ def test_the_model_is_put_beside_what_was_measured(tmp_path):
     file = str(root / "benchmarks" / "results" / "h200-x2-distributed-quick-2026-11-26.json")
     done = CliRunner().invoke(_app(), ["distributed", "--measured", file])
     assert done.exit_code == 0, done.output
-    assert "fwd-bf16-d128-h16-b1-s32768-causal | 0.84 (0.90) | 0.74 (0.82) | 0.82 (0.88)" in done.output
+    assert "fwd-bf16-d128-h16-b1-s32768-causal | 0.84 (0.90) | 0.74 (0.82) | 0.82 (0.90)" in done.output
     middle, highest = re.search(r"measured: ([\d.]+) \([\d.]+ to ([\d.]+)\)", done.output).groups()
     page = (root / "docs" / "distributed.md").read_text()
     assert f"promises {middle} times" in page and f"at most {highest} times" in page

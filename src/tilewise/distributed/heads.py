@@ -77,6 +77,7 @@ def _rows(layout: Layout, first: int, world: int) -> tuple[tuple[Range, ...], ..
 
 
 Heads = tuple[tuple[slice, ...], ...]  # of each tensor, for each rank
+Group = tuple[tuple[Tensor, ...], Heads]
 
 
 def tokens_to_heads(swap: Swap, tensors: tuple[Tensor, ...], heads: Heads) -> tuple[Tensor, ...]:
@@ -118,12 +119,12 @@ class _Gather(torch.autograd.Function):
 def _scatter(swap: Swap, heads: Heads, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """Each tensor's heads to their ranks. What arrives is received where it belongs; what stays is put there
     meanwhile."""
-    sizes = [swap.most[0] * t.shape[0] * t.shape[2] * t.shape[3] * t.dtype.itemsize for t in tensors]
-    if (memory := peer_memory.memory_of(swap.ranks, tensors[0].device, KEYS, sizes)) is not None:
-        return _scatter_by_reading(memory, swap, heads, tensors)
+    groups = _groups(swap, tensors, heads)
+    if (memory := _memory_for_scatter(swap, groups)) is not None:
+        return _scatter_by_reading(memory, swap, groups)
     me, rows = swap.ranks.rank, swap.rows
     sends, receives, scattered, staying, results = [], [], [], [], []
-    for joined, h in _groups(swap, tensors, heads):
+    for joined, h in groups:
         by_token = [t.transpose(0, 1) for t in joined]
         places = _places(h, me)
         result = by_token[0].new_empty(
@@ -199,30 +200,46 @@ def _gather(swap: Swap, heads: Heads, tensors: tuple[Tensor, ...]) -> tuple[Tens
     return tuple(results)
 
 
-def _scatter_by_reading(
-    memory: PeerMemory, swap: Swap, heads: Heads, tensors: tuple[Tensor, ...]
-) -> tuple[Tensor, ...]:
-    """Each rank reads its heads where they lie."""
-    by_token = [t.transpose(0, 1) for t in tensors]
-    memory.publish(by_token, stream_of(memory.device))
+def _memory_for_scatter(swap: Swap, groups: list[Group]) -> PeerMemory | None:
+    """With a place for what each rank reads of each group."""
+    sizes = []
+    for (t, *_), h in groups:
+        width = max(_places(h, rank)[-1].stop for rank in range(swap.ranks.world))
+        sizes += [swap.most[0] * t.shape[0] * width * t.shape[3] * t.dtype.itemsize] * swap.ranks.world
+    return peer_memory.memory_of(swap.ranks, groups[0][0][0].device, KEYS, sizes)
+
+
+def _scatter_by_reading(memory: PeerMemory, swap: Swap, groups: list[Group]) -> tuple[Tensor, ...]:
+    """Each rank reads what others have packed for it, and copies what it keeps."""
+    me, world = swap.ranks.rank, swap.ranks.world
+    for_each = [
+        tuple(t.transpose(0, 1)[:, :, own[rank]] for t, own in zip(*group, strict=True) if rank != me)
+        for group in groups
+        for rank in range(world)
+    ]
+    memory.publish(for_each, stream_of(memory.device))
     results = []
-    for place, (t, h) in enumerate(zip(by_token, heads, strict=True)):
-        own = h[swap.ranks.rank]
-        result = t.new_empty((swap.length, t.shape[1], own.stop - own.start, t.shape[-1]))
+    for number, (joined, h) in enumerate(groups):
+        places, batch, dim = _places(h, me), joined[0].shape[0], joined[0].shape[-1]
+        result = joined[0].new_empty((swap.length, batch, places[-1].stop, dim))
         for rank, peer in swap.ranks.in_turn():
             ranges = swap.rows[rank]
-            source = memory.read(peer, place, (_count(ranges), *t.shape[1:]), t.dtype)
-            _put(result, ranges, source[:, :, own])
-        results.append(result.transpose(0, 1))
+            if rank == me:
+                for place, t, own in zip(places, joined, h, strict=True):
+                    _put(result[:, :, place], ranges, t.transpose(0, 1)[:, :, own[me]])
+                continue
+            shape = _count(ranges), batch, places[-1].stop, dim
+            _put(result, ranges, memory.read(peer, number * world + me, shape, result.dtype))
+        results += [result[:, :, place].transpose(0, 1) for place in places]
     return tuple(results)
 
 
 def _gather_by_reading(
     memory: PeerMemory, swap: Swap, heads: Heads, tensors: tuple[Tensor, ...]
 ) -> tuple[Tensor, ...]:
-    """The way back: each rank reads its tokens."""
+    """The way back: each rank reads its tokens. A head that comes from several ranks is their sum."""
     by_token, ranges = [t.transpose(0, 1) for t in tensors], swap.rows[swap.ranks.rank]
-    memory.publish(by_token, stream_of(memory.device))
+    memory.publish([(t,) for t in by_token], stream_of(memory.device))
     results = []
     for place, (t, h) in enumerate(zip(by_token, heads, strict=True)):
         width = [own.stop - own.start for own in h]
@@ -233,12 +250,14 @@ def _gather_by_reading(
         for rank, peer in sorted(turns) if is_shared else turns:  # sums are in the order of ranks
             source = memory.read(peer, place, (swap.length, t.shape[1], width[rank], t.shape[-1]), t.dtype)
             target = results[-1].transpose(0, 1)[:, :, h[rank]]
-            for part, chunk in _taken(target, ranges, source):
-                part.add_(chunk) if is_shared else part.copy_(chunk)
+            arriving = t.new_empty((_count(ranges), *source.shape[1:]))
+            for part, chunk in _taken(arriving, ranges, source):  # whole rows, which a copy engine brings
+                part.copy_(chunk)
+            target.add_(arriving) if is_shared else target.copy_(arriving)
     return tuple(results)
 
 
-def _groups(swap: Swap, tensors: tuple[Tensor, ...], heads: Heads) -> list[tuple[tuple[Tensor, ...], Heads]]:
+def _groups(swap: Swap, tensors: tuple[Tensor, ...], heads: Heads) -> list[Group]:
     """Tensors that travel as one, side by side along their heads: messages are few where all are alike."""
     if swap.joins and len({(t.dtype, t.shape[-1]) for t in tensors}) == 1:
         return [(tensors, heads)]

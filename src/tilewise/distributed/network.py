@@ -18,7 +18,7 @@ from tilewise.distributed.ranks import Ranks
 
 BACKWARD_FLOPS = 2.5  # of those of the forward: five products instead of two
 TAKEN_BY_NCCL = 0.6  # fitted to runs on two and on four GPUs
-TAKEN_BY_COPIES = 0.15
+TAKEN_BY_COPIES = 0.45  # likewise to rings: publishing, merging, and waiting for each other
 
 
 class Network(NamedTuple):
@@ -67,7 +67,7 @@ def _measure(ranks: Ranks, dtype: torch.dtype, device: torch.device) -> Network:
             torch.autograd.grad(attention(leaf, leaf, leaf), leaf, x)  # type: ignore[arg-type]
 
     if (memory := peer_memory.memory_of(ranks, device, KEYS, [large])) is not None:
-        memory.publish([message], stream_of(device))
+        memory.publish([(message,)], stream_of(device))
 
     def exchange(size: int, targets: list[int], sources: list[int]) -> Callable[[], object]:
         if memory is not None:

@@ -118,16 +118,24 @@ class PeerMemory:
         self.stream: torch.cuda.Stream | None = None
         self.views: dict[tuple[Any, ...], Tensor] = {}  # as short calls would make the same again
 
-    def publish(self, tensors: Sequence[Tensor], stream: torch.cuda.Stream | None) -> None:
-        """Let all ranks read a tensor in each place. stream: the current one; None on a CPU.
+    def publish(self, tensors: Sequence[tuple[Tensor, ...]], stream: torch.cuda.Stream | None) -> None:
+        """Let all ranks read a tensor in each place: none, one, or several side by side in dimension 2.
 
         What was published before is gone then: each rank has to have waited for what it read of it.
+
+        stream: the current one; None on a CPU.
         """
         if stream != self.stream:
             self._follow(stream)
         self.wait_for_all()
-        for place, t in enumerate(tensors):
-            self.read(self.ranks.peers[self.ranks.rank], place, t.shape, t.dtype).copy_(t)
+        for place, parts in enumerate(tensors):
+            if not parts:
+                continue
+            first, shape = parts[0], list(parts[0].shape)
+            if len(parts) > 1:
+                shape[2] = sum(t.shape[2] for t in parts)
+            target = self.read(self.ranks.peers[self.ranks.rank], place, shape, first.dtype)
+            torch.cat(parts, 2, out=target) if len(parts) > 1 else target.copy_(first)
         self.wait_for_all()
 
     def read(self, peer: int, place: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:

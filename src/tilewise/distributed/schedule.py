@@ -6,8 +6,7 @@ before.
 
     method         keys of
     "ring"         one rank a step: at most two steps' keys are held
-    "all_gather"   all ranks in two steps, half of each rank's keys in either: the second half travels while
-                   the first is computed with
+    "all_gather"   all ranks in two steps: most of them travel while some are computed with
 
 Every rank makes the same schedule of all ranks, so both ends of a message agree on its rows. A block is a
 call of one-device attention: rows of queries against rows of keys, with a window that is aligned at their
@@ -96,16 +95,17 @@ def joined_schedule(
 class FarEnds(NamedTuple):
     """Where what a step sends and receives lies elsewhere, in the order of its messages."""
 
-    receives: tuple[tuple[Range, ...], ...]  # rows of the sender's own keys
+    receives: tuple[tuple[Range, ...], ...]  # rows of what the sender has published of its own keys
     sends: tuple[tuple[Range, ...], ...]  # rows of the receiver's keys in its step
 
 
 class Reach(NamedTuple):
     """What ranks that read each other's memory know of each other."""
 
+    published: Range  # of the rank's own keys: all that others read
     steps: tuple[FarEnds, ...]  # of the steps behind the first
-    own_keys: int  # the most rows that any rank has of its own,
-    step_keys: int  # or that arrive in one step
+    most_published: int  # rows, of the rank that has most
+    most_arriving: int  # rows of a step, likewise
 
 
 @functools.lru_cache(maxsize=128)
@@ -113,20 +113,32 @@ def joined_reach(layout: Layout, inner: int, rank: int, rules: Rules, method: st
     """For the schedules of `joined_schedule`."""
     joined = layout.joined(inner)
     of_all = [_steps_with_others(joined, r, rules, method) for r in range(joined.world)]
+    published = [_span([m for step in steps for m in step.sends]) for steps in of_all]
 
-    def rows(messages: tuple[Message, ...]) -> tuple[Range, ...]:
-        return next(message.rows for message in messages if message.peer == rank)
+    def sent(peer: int, number: int) -> tuple[Range, ...]:
+        first, _ = published[peer]
+        return tuple((a - first, b - first) for a, b in _of(of_all[peer][number].sends, rank))
 
     steps = [
         FarEnds(
-            tuple(rows(of_all[message.peer][n].sends) for message in step.receives),
-            tuple(rows(of_all[message.peer][n].receives) for message in step.sends),
+            tuple(sent(message.peer, n) for message in step.receives),
+            tuple(_of(of_all[message.peer][n].receives, rank) for message in step.sends),
         )
         for n, step in enumerate(of_all[rank])
     ]
-    own_keys = max(joined.length(r) for r in range(joined.world))
-    step_keys = max((step.keys for steps in of_all for step in steps), default=0)
-    return Reach(tuple(steps), own_keys, step_keys)
+    most_arriving = max((step.keys for steps in of_all for step in steps), default=0)
+    return Reach(published[rank], tuple(steps), max(b - a for a, b in published), most_arriving)
+
+
+def _of(messages: tuple[Message, ...], peer: int) -> tuple[Range, ...]:
+    """The rows of the message to or from a peer."""
+    return next(message.rows for message in messages if message.peer == peer)
+
+
+def _span(messages: Sequence[Message]) -> Range:
+    """From the first row of messages to their last."""
+    rows = [row for message in messages for row in message.rows]
+    return (min(a for a, _ in rows), max(b for _, b in rows)) if rows else (0, 0)
 
 
 @functools.lru_cache(maxsize=128)
@@ -159,25 +171,27 @@ def _half(pieces: tuple[Piece, ...], multiple: int) -> int:
 @functools.lru_cache(maxsize=128)
 def _steps_with_others(layout: Layout, rank: int, rules: Rules, method: str) -> tuple[Step, ...]:
     steps = []
-    for sources, targets, half in _rounds(layout, rank, rules, method):
-        receives, keys, blocks = _arrivals(layout, rank, sources, half, rules)
+    for distances in _rounds(layout, rules, method):
+        sources, targets = (sorted((rank + n * sign) % layout.world for n in distances) for sign in (-1, 1))
+        receives, keys, blocks = _arrivals(layout, rank, sources, rules)
         sends: list[Message] = []
         for peer in targets:
-            rows = _rows_of(layout.pieces[rank], _needed(layout, peer, rank, half, rules))
+            rows = _rows_of(layout.pieces[rank], _needed(layout, peer, rank, rules))
             sends += [Message(peer, r) for r in _messages(rows)]
         steps.append(Step(receives, tuple(sends), keys, blocks))
     return tuple(steps)
 
 
-def _rounds(
-    layout: Layout, rank: int, rules: Rules, method: str
-) -> list[tuple[tuple[int, ...], tuple[int, ...], int | None]]:
-    """For each step after the first: whom keys come from, whom own ones go to, and which half of them."""
-    world = layout.world
+def _rounds(layout: Layout, rules: Rules, method: str) -> list[tuple[int, ...]]:
+    """For each step after the first, the distances over which keys travel.
+
+    Causal work is even in each: all ranks are done with a step at the same time.
+    """
+    distances = _distances(layout, rules)
     if method == "all_gather":
-        others = tuple(r for r in range(world) if r != rank)
-        return [(others, others, half) for half in _halves(layout, rules)] if others else []
-    return [(((rank - n) % world,), ((rank + n) % world,), None) for n in _distances(layout, rules)]
+        few = max(1, len(distances) // 3)  # they travel beside the rank's own work, the others beside theirs
+        return [group for group in (distances[:few], distances[few:]) if group]
+    return [(n,) for n in distances]
 
 
 @functools.lru_cache(maxsize=128)
@@ -190,18 +204,7 @@ def _distances(layout: Layout, rules: Rules) -> tuple[int, ...]:
     everything = tuple(range(1, layout.world))
     if _all_need_all(layout, rules):
         return everything
-    return tuple(
-        n for n in everything if any(_needed(layout, *pair, None, rules) for pair in _pairs(layout, n))
-    )
-
-
-@functools.lru_cache(maxsize=128)
-def _halves(layout: Layout, rules: Rules) -> tuple[int, ...]:
-    """Likewise the halves of which any rank needs keys of another."""
-    if _all_need_all(layout, rules):
-        return 0, 1
-    pairs = [pair for n in range(1, layout.world) for pair in _pairs(layout, n)]
-    return tuple(half for half in (0, 1) if any(_needed(layout, *pair, half, rules) for pair in pairs))
+    return tuple(n for n in everything if any(_needed(layout, *pair, rules) for pair in _pairs(layout, n)))
 
 
 def _all_need_all(layout: Layout, rules: Rules) -> bool:
@@ -338,18 +341,13 @@ def _side(block: Block) -> int:
 
 
 @functools.lru_cache(maxsize=4096)
-def _needed(layout: Layout, rank: int, source: int, half: int | None, rules: Rules) -> tuple[Piece, ...]:
-    """What of a source's keys, or of the first or second half of them, some query of a rank can see."""
+def _needed(layout: Layout, rank: int, source: int, rules: Rules) -> tuple[Piece, ...]:
+    """What of a source's keys some query of a rank can see."""
     queries: dict[int, list[Piece]] = {}
     for piece in layout.pieces[rank]:
         queries.setdefault(piece.document, []).append(piece)
     needed: list[Piece] = []
-    keys = layout.pieces[source]
-    if half is not None:
-        middle = _half(keys, rules.multiple)
-        rows = (0, middle) if half == 0 else (middle, layout.length(source))
-        keys = tuple(piece for piece, _ in _within(_with_offsets(keys), rows))
-    for k in keys:
+    for k in layout.pieces[source]:
         seen = sorted(
             (c, d)
             for q in queries.get(k.document, [])
@@ -366,10 +364,10 @@ def _needed(layout: Layout, rank: int, source: int, half: int | None, rules: Rul
 
 
 def _arrivals(
-    layout: Layout, rank: int, sources: tuple[int, ...], half: int | None, rules: Rules
+    layout: Layout, rank: int, sources: Sequence[int], rules: Rules
 ) -> tuple[tuple[Message, ...], int, tuple[Block, ...]]:
     """What a rank receives in a step: messages, rows of keys, and the blocks that these allow."""
-    needed = {source: _needed(layout, rank, source, half, rules) for source in sources}
+    needed = {source: _needed(layout, rank, source, rules) for source in sources}
     pieces = sorted(itertools.chain(*needed.values()))
     offsets = dict(_with_offsets(pieces))
     receives: list[Message] = []

@@ -70,7 +70,7 @@ def make_wire(
         reach = make_reach()
         row_bytes = [t.shape[1] * most_heads * t.shape[3] * t.dtype.itemsize for t in own]
         found = []
-        for purpose, rows in ((KEYS, reach.own_keys), (GRADIENTS, reach.step_keys)):
+        for purpose, rows in ((KEYS, reach.most_published), (GRADIENTS, reach.most_arriving)):
             sizes = [rows * row for row in row_bytes]
             found.append(peer_memory.memory_of(ranks, own[0].device, purpose, sizes))
         if found[0] is not None and found[1] is not None:
@@ -139,7 +139,7 @@ class Reads:
         self.ranks, self.steps, self.reach, self.own = ranks, steps, reach, own
         self.keys, self.gradients = memories
         self.stream = stream_of(own[0].device)
-        self.keys.publish(own, self.stream)
+        self.keys.publish([(_slice(t, reach.published),) for t in own], self.stream)
 
     def send_keys(self, number: int) -> Transfer:
         step, far = self.steps[number], self.reach.steps[number - 1].receives
@@ -153,7 +153,7 @@ class Reads:
 
     def return_gradients(self, number: int, theirs: Rows, totals: Totals2) -> Transfer:
         step, far = self.steps[number], self.reach.steps[number - 1].sends
-        self.gradients.publish(theirs, self.stream)
+        self.gradients.publish([(t,) for t in theirs], self.stream)
         there = {message.peer: rows for message, rows in zip(step.sends, far, strict=True)}
         incoming = _incoming(step, theirs)
         found = [
