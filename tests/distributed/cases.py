@@ -7,6 +7,7 @@ import random
 import shutil
 import tempfile
 import time
+import warnings
 from datetime import timedelta
 from unittest import mock
 
@@ -24,7 +25,7 @@ from tilewise.distributed import (
     wire,
 )
 from tilewise.distributed.faults import Disagreement
-from tilewise.distributed.ranks import Ranks
+from tilewise.distributed.ranks import Ranks, ranks_of
 from tilewise.testing import compare
 
 WHOLE = ("sinks",)
@@ -93,39 +94,95 @@ def check(group, seed, method, balance, options, n, heads, kv_heads, cu_seqlens=
         close(g, wanted[name], f"d{name}")
 
 
+class Late:
+    """Copies that begin when they are waited for, as late as copy engines may be."""
+
+    def __init__(self, pairs):
+        self.pairs = pairs
+
+    def wait(self):
+        for source, target in self.pairs:
+            target.copy_(source)
+
+
 def reading(group, name, *arguments):
     """A function of this file, by ranks that read each other's memory: files stand in for that of GPUs."""
     with contextlib.ExitStack() as stack:
-        stack.enter_context(mock.patch.dict(peer_memory._memories, clear=True))
+        for known in (peer_memory._memories, peer_memory._can_read):
+            stack.enter_context(mock.patch.dict(known, clear=True))
         instead = {
-            "may_be": lambda *_: True,
-            "_may_read": lambda *_: True,
-            "symmetric_memory": files,
-            "STEP": 512,
+            (peer_memory, "can_read"): lambda *_: True,
+            (peer_memory, "symmetric_tensor"): lambda size, device: torch.full(
+                (size,), 255, dtype=torch.uint8
+            ),
+            (peer_memory, "share"): files,
+            (peer_memory, "STEP"): 512,
+            (peer_memory, "_made"): 0,  # groups of other sizes have been before
+            (wire, "copy_beside"): lambda pairs, stream: [Late(pairs)],
+            (wire, "MOST_COPIES"): 8 if arguments[0] % 2 else 2,
+            (Ranks, "exchange"): mock.Mock(side_effect=AssertionError("a message was sent")),
         }
-        for name_of, value in instead.items():
-            stack.enter_context(mock.patch.object(peer_memory, name_of, value))
-        stack.enter_context(mock.patch.object(wire, "MOST_COPIES", 8 if arguments[0] % 2 else 2))
-        never = mock.Mock(side_effect=AssertionError("a message was sent"))
-        stack.enter_context(mock.patch.object(Ranks, "exchange", never))
+        for (place, name_of), value in instead.items():
+            stack.enter_context(mock.patch.object(place, name_of, value))
         found = globals()[name](group, *arguments)
         return found, sorted(purpose for _, _, purpose in peer_memory._memories)
 
 
-def files(size, device, group):
-    """As `core.torch_private.symmetric_memory`, for processes; NaN until something is published."""
-    folder = [tempfile.mkdtemp()] if torch.distributed.get_rank(group) == 0 else [None]
+def files(own, group):
+    """As `core.torch_private.share`, for processes; NaN until something is published."""
+    rank, folder = torch.distributed.get_rank(group), [None]
+    if rank == 0:
+        folder = [tempfile.mkdtemp()]
     torch.distributed.broadcast_object_list(folder, src=0, group=group)
-    world = torch.distributed.get_world_size(group)
     buffers = [
-        torch.from_file(f"{folder[0]}/{rank}", shared=True, size=size, dtype=torch.uint8)
-        for rank in range(world)
+        torch.from_file(f"{folder[0]}/{r}", shared=True, size=len(own), dtype=torch.uint8)
+        for r in range(torch.distributed.get_world_size(group))
     ]
-    buffers[torch.distributed.get_rank(group)].fill_(255)
+    buffers[rank].copy_(own)
     torch.distributed.barrier(group)
-    if torch.distributed.get_rank(group) == 0:
+    if rank == 0:
         shutil.rmtree(folder[0])
     return buffers, lambda: torch.distributed.barrier(group)
+
+
+def refused(group, rank_without):
+    """A rank has no room: what memory all of them then have, and what they are told."""
+    own = torch.zeros(8, dtype=torch.uint8) if torch.distributed.get_rank(group) != rank_without else None
+    ranks, device = ranks_of(group), torch.device("cpu")
+    with contextlib.ExitStack() as stack:
+        for known in (peer_memory._memories, peer_memory._can_read):
+            stack.enter_context(mock.patch.dict(known, clear=True))
+        peer_memory._can_read[group, device] = True
+        instead = {"can_read": can_read_cpu, "share": files, "STEP": 8, "_made": 0}
+        for name, value in instead.items():
+            stack.enter_context(mock.patch.object(peer_memory, name, value))
+        symmetric = stack.enter_context(mock.patch.object(peer_memory, "symmetric_tensor"))
+        symmetric.return_value = torch.zeros(8, dtype=torch.uint8)
+        first = peer_memory.memory_of(ranks, device, "keys", [8])
+        symmetric.return_value = own
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            found = peer_memory.memory_of(ranks, device, "gradients", [8])
+            again = peer_memory.memory_of(ranks, device, "keys", [8])
+        return first is None, found is None, again is None, [str(w.message) for w in caught]
+
+
+def other_counts(group):
+    """The first rank has made a memory with others before: all ranks send messages, none waits for ever."""
+    rank, ranks = torch.distributed.get_rank(group), ranks_of(group)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.dict(peer_memory._can_read, clear=True))
+        instead = {"can_read": lambda *_: True, "symmetric_tensor": mock.Mock(), "_made": int(rank == 0)}
+        for name, value in instead.items():
+            stack.enter_context(mock.patch.object(peer_memory, name, value))
+        shared = stack.enter_context(mock.patch.object(peer_memory, "share"))
+        with warnings.catch_warnings(record=True):
+            found = peer_memory.memory_of(ranks, torch.device("cpu"), "keys", [8])
+        return found is None and not shared.called
+
+
+def can_read_cpu(ranks, device):
+    return peer_memory._can_read[ranks.group, device]
 
 
 def dropout_by_a_kernel(group, method, balance, options):

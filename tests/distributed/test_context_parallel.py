@@ -43,14 +43,13 @@ def test_options(pool, name, method, world):
 @pytest.mark.parametrize("method", METHODS[:-1])
 @pytest.mark.parametrize("name", OPTIONS)
 def test_ranks_that_read_each_others_memory(pool, name, method, world):
-    """The same, with no message at all."""
+    """The same, with no message at all; copies are as late as they may be."""
     number = list(OPTIONS).index(name)
     balance = ("zigzag", "contiguous")[number % 2]
     kv_heads = (1, 3 if world == 3 else 4, 12)[number % 3]
     call = (number, method, balance, OPTIONS[name], 37, 12, kv_heads)
     for _, memories in pool.run(world, CASES, "reading", "check", *call):
-        reads_keys = not (method == "2d" and world < 4) or world == 3
-        assert memories == (["keys"] if method == "ulysses" else ["gradients", "keys"]) or not reads_keys
+        assert memories == ["keys"] if method == "ulysses" else memories == ["gradients", "keys"]
 
 
 @pytest.mark.sample(4)
@@ -61,6 +60,24 @@ def test_documents_that_ranks_read(pool, method, balance, number):
     options = {"causal": True, "window": (4, None) if number == 1 else None}
     call = (number, method, balance, options, 50, 12, 12, DOCUMENTS[number])
     pool.run(2 + number, CASES, "reading", "check", *call)
+
+
+@pytest.mark.parametrize("seed", [2, 3])
+def test_many_ranges_are_read_as_one(pool, seed):
+    """In pieces of eight documents; with an even seed two ranges are many."""
+    call = (seed, "ring", "documents", {"causal": True}, 50, 2, 2, DOCUMENTS[2])
+    pool.run(3, CASES, "reading", "check", *call)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_without_room_makes_all_send_messages(pool, rank):
+    for had_none, finds_none, keeps_none, warned in pool.run(2, CASES, "refused", rank):
+        assert not had_none and finds_none and keeps_none
+        assert len(warned) == 1 and "no room" in warned[0]
+
+
+def test_ranks_that_have_made_other_numbers_of_memories_send_messages(pool):
+    assert all(pool.run(2, CASES, "other_counts"))
 
 
 @pytest.mark.sample(4)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -113,26 +114,39 @@ except ImportError:
         return torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu")
 
 
-PEER_TIMEOUT = 600_000  # ms: as long as NCCL waits for a rank
+USUAL_TIMEOUT = timedelta(minutes=10)  # of NCCL
 
 
-def symmetric_memory(
-    size: int, device: torch.device, group: Any
-) -> tuple[list[Tensor], Callable[[], None]] | None:
-    """Memory of each rank of a group that all can read, uint8 (size,), and a barrier.
-
-    The barrier is a kernel that ends once the current streams of all ranks have come to it, and fails after
-    ten minutes. All ranks take part. None where there is no such memory.
-    """
+def symmetric_tensor(size: int, device: torch.device) -> Tensor | None:
+    """uint8 (size,) that ranks may share by `share`; None where this PyTorch has none, or no room is left."""
     try:
         module = importlib.import_module("torch.distributed._symmetric_memory")
-        own = module.empty(size, dtype=torch.uint8, device=device)
-        handle = module.rendezvous(own, group)
-        buffers = [handle.get_buffer(rank, (size,), torch.uint8) for rank in range(handle.world_size)]
-        buffers[handle.rank] = own
-        return buffers, partial(handle.barrier, 0, PEER_TIMEOUT)
+        if module.get_backend(device) not in ("CUDA", None):  # others have no barrier
+            return None
+        try:
+            found: Tensor = module.empty(size, dtype=torch.uint8, device=device)
+        except RuntimeError:
+            torch.cuda.empty_cache()  # what PyTorch keeps is not to be had for this
+            found = module.empty(size, dtype=torch.uint8, device=device)
+        return found
     except (ImportError, AttributeError, RuntimeError):
         return None
+
+
+def share(own: Tensor, group: Any) -> tuple[list[Tensor], Callable[[], None]]:
+    """That of each rank of a group, and a barrier. All ranks take part, each with one of `symmetric_tensor`.
+
+    The barrier is a kernel that ends once the current streams of all ranks have come to it, and fails after
+    the group's timeout.
+    """
+    handle = importlib.import_module("torch.distributed._symmetric_memory").rendezvous(own, group)
+    buffers = [handle.get_buffer(rank, tuple(own.shape), own.dtype) for rank in range(handle.world_size)]
+    buffers[handle.rank] = own
+    try:
+        timeout = group._get_backend(own.device).options._timeout
+    except (AttributeError, RuntimeError):
+        timeout = USUAL_TIMEOUT
+    return buffers, partial(handle.barrier, 0, int(timeout.total_seconds() * 1000))
 
 
 def wants_deterministic() -> bool:

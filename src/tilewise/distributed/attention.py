@@ -26,7 +26,8 @@ from tilewise.distributed.layout import Layout, is_dtensor, layout_of, shards_of
 from tilewise.distributed.network import Network, measured
 from tilewise.distributed.parts import Extras, Origin
 from tilewise.distributed.ranks import Ranks, flat_ranks, mesh_degree, ranks_of
-from tilewise.distributed.schedule import Rules, joined_reach, joined_schedule
+from tilewise.distributed.schedule import Rules, joined_schedule
+from tilewise.distributed.wire import joined_reach
 
 METHODS = ("auto", "ring", "all_gather", "ulysses", "2d")
 

@@ -19,8 +19,8 @@ from torch.autograd.function import once_differentiable
 from tilewise.core.problem import Options
 from tilewise.distributed.parts import Extras, Origin, Part, Totals, attend, differentiate, parts_of, tile
 from tilewise.distributed.ranks import Ranks
-from tilewise.distributed.schedule import Reach, Step
-from tilewise.distributed.wire import Wire, make_wire
+from tilewise.distributed.schedule import Step
+from tilewise.distributed.wire import Reach, Wire, make_wire
 
 
 @dataclass(frozen=True)
@@ -37,9 +37,10 @@ class Work:
     make_reach: Callable[[], Reach]  # of these schedules
     most_heads: int  # KV heads, of the rank of the group that has most
 
-    def wire(self, steps: tuple[Step, ...], key: Tensor, value: Tensor) -> Wire:
+    def wire(self, key: Tensor, value: Tensor, is_backward: bool) -> Wire:
         """For one direction; key and value are the rank's own."""
-        return make_wire(self.ranks, steps, _swapped((key, value)), self.make_reach, self.most_heads)
+        steps, own = self.backward_steps if is_backward else self.steps, _swapped((key, value))
+        return make_wire(self.ranks, steps, own, self.make_reach, self.most_heads, is_backward)
 
     def parts(self, step: Step, device: torch.device) -> tuple[Part, ...]:
         return parts_of(step, self.packs, device)
@@ -100,14 +101,14 @@ def _forward(
 ) -> tuple[Tensor, Tensor]:
     """out, in query's dtype, and lse."""
     steps = work.steps
-    wire = work.wire(steps, key, value)
+    wire = work.wire(key, value, is_backward=False)
     total = Totals(query, value.shape[-1], has_lse=True)
     arriving = None
     for number, step in enumerate(steps):
         if arriving is not None:
             key, value = _swapped(arriving.wait())
         if number + 1 < len(steps):
-            wire.start([arriving := wire.send_keys(number + 1)])
+            wire.start([arriving := wire.bring_keys(number + 1)])
         for part in work.parts(step, query.device):
             found = attend(part, query, key, value, extras, work.options, work.backend, work.origin)
             total.add(part.block.q0, *found)
@@ -138,7 +139,7 @@ class Backward:
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """Gradients of query, key and value, and bias, each in its tensor's dtype."""
         work, steps = self.work, self.work.backward_steps
-        wire = work.wire(steps, self.key, self.value)
+        wire = work.wire(self.key, self.value, is_backward=True)
         arriving = returning = None
         for number, step in enumerate(steps):
             key, value, totals = self.key, self.value, self.dkeys
@@ -148,7 +149,7 @@ class Backward:
                 totals = Totals(key, key.shape[-1]), Totals(value, value.shape[-1])
             started = [] if returning is None else [returning]
             if number + 1 < len(steps) and not steps[number + 1].is_own:
-                started.append(arriving := wire.send_keys(number + 1))
+                started.append(arriving := wire.bring_keys(number + 1))
             if started:
                 wire.start(started)
             for part in work.parts(step, self.query.device):

@@ -201,7 +201,7 @@ def _gather(swap: Swap, heads: Heads, tensors: tuple[Tensor, ...]) -> tuple[Tens
 
 
 def _memory_for_scatter(swap: Swap, groups: list[Group]) -> PeerMemory | None:
-    """With a place for what each rank reads of each group."""
+    """With a slot for what each rank reads of each group."""
     sizes = []
     for (t, *_), h in groups:
         width = max(_places(h, rank)[-1].stop for rank in range(swap.ranks.world))
@@ -241,14 +241,14 @@ def _gather_by_reading(
     by_token, ranges = [t.transpose(0, 1) for t in tensors], swap.rows[swap.ranks.rank]
     memory.publish([(t,) for t in by_token], stream_of(memory.device))
     results = []
-    for place, (t, h) in enumerate(zip(by_token, heads, strict=True)):
+    for slot, (t, h) in enumerate(zip(by_token, heads, strict=True)):
         width = [own.stop - own.start for own in h]
         is_shared = sum(width) > h[-1].stop
         shape = (t.shape[1], _count(ranges), h[-1].stop, t.shape[-1])
         results.append(t.new_zeros(shape) if is_shared else t.new_empty(shape))
         turns = list(swap.ranks.in_turn())
         for rank, peer in sorted(turns) if is_shared else turns:  # sums are in the order of ranks
-            source = memory.read(peer, place, (swap.length, t.shape[1], width[rank], t.shape[-1]), t.dtype)
+            source = memory.read(peer, slot, (swap.length, t.shape[1], width[rank], t.shape[-1]), t.dtype)
             target = results[-1].transpose(0, 1)[:, :, h[rank]]
             arriving = t.new_empty((_count(ranges), *source.shape[1:]))
             for part, chunk in _taken(arriving, ranges, source):  # whole rows, which a copy engine brings

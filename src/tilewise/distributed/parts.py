@@ -262,7 +262,7 @@ def _row_distance(block: Block, extras: Extras, lse: Tensor) -> Tensor | None:
     return slopes.to(lse.dtype).view(-1, slopes.shape[-1], 1) * (queries - nearest).abs()
 
 
-class Rows(NamedTuple):
+class Share(NamedTuple):
     """Rows [start, start + tokens) of a result."""
 
     start: int
@@ -282,14 +282,14 @@ class Totals:
         batch, tokens, heads, _ = like.shape
         self.like, self.shape, self.has_lse = like, (batch, tokens, heads, dim), has_lse
         self.wide = torch.float64 if like.dtype == torch.float64 else torch.float32
-        self.waiting: list[Rows] = []
+        self.waiting: list[Share] = []
 
     def add(self, start: int, out: Tensor, lse: Tensor | None = None) -> None:
         """Rows from `start` on; the tensors may be written to."""
         rows = sum(part.out.shape[1] for part in self.waiting) + out.shape[1]
         if len(self.waiting) == MOST or (self.waiting and rows > MOST_WHOLE * self.shape[1]):
             self._put_together(self.wide)
-        self.waiting.append(Rows(start, out, lse))
+        self.waiting.append(Share(start, out, lse))
 
     def add_at(self, index: Tensor, out: Tensor) -> None:
         """Gradients of rows that do not follow each other: index (tokens,)."""
@@ -306,7 +306,7 @@ class Totals:
         if first is None or len(self.waiting) > 1 or not is_whole or first.out.dtype != dtype:
             is_served = self.like.is_cuda and self.wide == torch.float32 and HAS_TRITON
             put = self._by_kernel if is_served and self.waiting else self._by_pytorch
-            first = Rows(0, *put(dtype, is_whole))
+            first = Share(0, *put(dtype, is_whole))
             self.waiting = [first]
         return first.out, first.lse
 

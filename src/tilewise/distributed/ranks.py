@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -45,9 +47,8 @@ class Ranks:
                 _detours[device] = torch.cuda.Stream(device), torch.zeros(1, device=device)
         (detour, scratch), stream = _detours[device], torch.cuda.current_stream(device)
         detour.wait_stream(stream)
-        torch.cuda.set_stream(detour)
-        scratch.zero_()
-        torch.cuda.set_stream(stream)
+        with on_stream(detour, stream):
+            scratch.zero_()
         stream.wait_stream(detour)
 
     def some(self, members: tuple[int, ...]) -> Ranks:
@@ -85,6 +86,19 @@ class Ranks:
         columns = tuple(range(first, first + inner))
         rows = tuple(range(self.rank % inner, self.world, inner))
         return self.some(columns), self.some(rows)
+
+
+@contextlib.contextmanager
+def on_stream(stream: torch.cuda.Stream, current: torch.cuda.Stream) -> Iterator[None]:
+    """As `torch.cuda.stream`, which asks for current streams, each of which takes as long as a launch."""
+    device = torch.cuda.current_device()
+    torch.cuda.set_stream(stream)
+    try:
+        yield
+    finally:
+        torch.cuda.set_stream(current)
+        if device != stream.device_index:
+            torch.cuda.set_device(device)
 
 
 _connected: set[Any] = set()

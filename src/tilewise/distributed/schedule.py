@@ -92,55 +92,6 @@ def joined_schedule(
     )
 
 
-class FarEnds(NamedTuple):
-    """Where what a step sends and receives lies elsewhere, in the order of its messages."""
-
-    receives: tuple[tuple[Range, ...], ...]  # rows of what the sender has published of its own keys
-    sends: tuple[tuple[Range, ...], ...]  # rows of the receiver's keys in its step
-
-
-class Reach(NamedTuple):
-    """What ranks that read each other's memory know of each other."""
-
-    published: Range  # of the rank's own keys: all that others read
-    steps: tuple[FarEnds, ...]  # of the steps behind the first
-    most_published: int  # rows, of the rank that has most
-    most_arriving: int  # rows of a step, likewise
-
-
-@functools.lru_cache(maxsize=128)
-def joined_reach(layout: Layout, inner: int, rank: int, rules: Rules, method: str) -> Reach:
-    """For the schedules of `joined_schedule`."""
-    joined = layout.joined(inner)
-    of_all = [_steps_with_others(joined, r, rules, method) for r in range(joined.world)]
-    published = [_span([m for step in steps for m in step.sends]) for steps in of_all]
-
-    def sent(peer: int, number: int) -> tuple[Range, ...]:
-        first, _ = published[peer]
-        return tuple((a - first, b - first) for a, b in _of(of_all[peer][number].sends, rank))
-
-    steps = [
-        FarEnds(
-            tuple(sent(message.peer, n) for message in step.receives),
-            tuple(_of(of_all[message.peer][n].receives, rank) for message in step.sends),
-        )
-        for n, step in enumerate(of_all[rank])
-    ]
-    most_arriving = max((step.keys for steps in of_all for step in steps), default=0)
-    return Reach(published[rank], tuple(steps), max(b - a for a, b in published), most_arriving)
-
-
-def _of(messages: tuple[Message, ...], peer: int) -> tuple[Range, ...]:
-    """The rows of the message to or from a peer."""
-    return next(message.rows for message in messages if message.peer == peer)
-
-
-def _span(messages: Sequence[Message]) -> Range:
-    """From the first row of messages to their last."""
-    rows = [row for message in messages for row in message.rows]
-    return (min(a for a, _ in rows), max(b for _, b in rows)) if rows else (0, 0)
-
-
 @functools.lru_cache(maxsize=128)
 def make_schedule(
     layout: Layout, rank: int, rules: Rules, method: str, is_backward: bool = False
@@ -168,18 +119,46 @@ def _half(pieces: tuple[Piece, ...], multiple: int) -> int:
     return half - (half - first) % multiple
 
 
+class Traffic(NamedTuple):
+    """What comes and goes in a step."""
+
+    receives: tuple[Message, ...]
+    sends: tuple[Message, ...]
+    pieces: tuple[Piece, ...]  # the keys that arrive, one behind the other
+
+    @property
+    def keys(self) -> int:
+        return sum(p.stop - p.start for p in self.pieces)
+
+
 @functools.lru_cache(maxsize=128)
 def _steps_with_others(layout: Layout, rank: int, rules: Rules, method: str) -> tuple[Step, ...]:
-    steps = []
+    own = _with_offsets(layout.pieces[rank])
+    return tuple(
+        Step(t.receives, t.sends, t.keys, _blocks(own, _with_offsets(t.pieces), rules))
+        for t in traffic(layout, rank, rules, method)
+    )
+
+
+@functools.lru_cache(maxsize=128)
+def traffic(layout: Layout, rank: int, rules: Rules, method: str) -> tuple[Traffic, ...]:
+    """Of the steps with others."""
+    found = []
     for distances in _rounds(layout, rules, method):
         sources, targets = (sorted((rank + n * sign) % layout.world for n in distances) for sign in (-1, 1))
-        receives, keys, blocks = _arrivals(layout, rank, sources, rules)
+        needed = {source: _needed(layout, rank, source, rules) for source in sources}
+        pieces = tuple(sorted(itertools.chain(*needed.values())))
+        offsets = dict(_with_offsets(pieces))
+        receives: list[Message] = []
+        for source, theirs in needed.items():
+            rows = [(offsets[p], offsets[p] + p.stop - p.start) for p in theirs]
+            receives += [Message(source, r) for r in _messages(rows)]
         sends: list[Message] = []
         for peer in targets:
             rows = _rows_of(layout.pieces[rank], _needed(layout, peer, rank, rules))
             sends += [Message(peer, r) for r in _messages(rows)]
-        steps.append(Step(receives, tuple(sends), keys, blocks))
-    return tuple(steps)
+        found.append(Traffic(tuple(receives), tuple(sends), pieces))
+    return tuple(found)
 
 
 def _rounds(layout: Layout, rules: Rules, method: str) -> list[tuple[int, ...]]:
@@ -361,21 +340,6 @@ def _needed(layout: Layout, rank: int, source: int, rules: Rules) -> tuple[Piece
             else:
                 needed.append(Piece(k.document, c, d))
     return tuple(needed)
-
-
-def _arrivals(
-    layout: Layout, rank: int, sources: Sequence[int], rules: Rules
-) -> tuple[tuple[Message, ...], int, tuple[Block, ...]]:
-    """What a rank receives in a step: messages, rows of keys, and the blocks that these allow."""
-    needed = {source: _needed(layout, rank, source, rules) for source in sources}
-    pieces = sorted(itertools.chain(*needed.values()))
-    offsets = dict(_with_offsets(pieces))
-    receives: list[Message] = []
-    for source, found in needed.items():
-        rows = [(offsets[p], offsets[p] + p.stop - p.start) for p in found]
-        receives += [Message(source, r) for r in _messages(rows)]
-    keys = sum(p.stop - p.start for p in pieces)
-    return tuple(receives), keys, _blocks(_with_offsets(layout.pieces[rank]), list(offsets.items()), rules)
 
 
 def _rows_of(own: tuple[Piece, ...], found: tuple[Piece, ...]) -> list[Range]:

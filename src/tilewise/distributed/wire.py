@@ -11,13 +11,14 @@ import torch
 from torch import Tensor
 
 from tilewise.distributed import peer_memory
+from tilewise.distributed.layout import Layout
 from tilewise.distributed.parts import Totals
 from tilewise.distributed.peer_memory import GRADIENTS, KEYS, PeerMemory, copy_beside, stream_of
 from tilewise.distributed.ranks import Ranks
-from tilewise.distributed.schedule import Message, Range, Reach, Step
+from tilewise.distributed.schedule import Message, Range, Rules, Step, traffic
 
 Rows = tuple[Tensor, ...]  # keys and values, or their gradients: (tokens, batch, KV heads, dim)
-Totals2 = tuple[Totals, Totals]
+KeyTotals = tuple[Totals, Totals]  # of keys, of values
 
 
 class Transfer:
@@ -52,10 +53,10 @@ class Wire(Protocol):
     Steps are numbered as in the schedule. All ranks make the same calls in the same order.
     """
 
-    def send_keys(self, number: int) -> Transfer:
+    def bring_keys(self, number: int) -> Transfer:
         """What brings a step's keys and values, (step.keys, batch, KV heads, dim) each."""
 
-    def return_gradients(self, number: int, theirs: Rows, totals: Totals2) -> Transfer:
+    def return_gradients(self, number: int, theirs: Rows, totals: KeyTotals) -> Transfer:
         """Gradients of a step's keys to whom they belong; totals grow by what comes from others."""
 
     def start(self, transfers: Sequence[Transfer]) -> None:
@@ -63,18 +64,25 @@ class Wire(Protocol):
 
 
 def make_wire(
-    ranks: Ranks, steps: tuple[Step, ...], own: Rows, make_reach: Callable[[], Reach], most_heads: int
+    ranks: Ranks,
+    steps: tuple[Step, ...],
+    own: Rows,
+    make_reach: Callable[[], Reach],
+    most_heads: int,
+    is_backward: bool,
 ) -> Wire:
     """own: the rank's keys and values. most_heads: KV heads of the rank of the group that has most."""
-    if len(steps) > 1 and peer_memory.may_be(ranks, own[0].device):
+    if len(steps) > 1 and peer_memory.can_read(ranks, own[0].device):
         reach = make_reach()
         row_bytes = [t.shape[1] * most_heads * t.shape[3] * t.dtype.itemsize for t in own]
-        found = []
-        for purpose, rows in ((KEYS, reach.most_published), (GRADIENTS, reach.most_arriving)):
-            sizes = [rows * row for row in row_bytes]
-            found.append(peer_memory.memory_of(ranks, own[0].device, purpose, sizes))
-        if found[0] is not None and found[1] is not None:
-            return Reads(ranks, steps, reach, (found[0], found[1]), own)
+        wanted = {KEYS: reach.most_published} | ({GRADIENTS: reach.most_arriving} if is_backward else {})
+        found = [
+            peer_memory.memory_of(ranks, own[0].device, purpose, [rows * row for row in row_bytes])
+            for purpose, rows in wanted.items()
+        ]
+        memories = [memory for memory in found if memory is not None]
+        if len(memories) == len(found):
+            return Reads(ranks, steps, reach, memories, own)
     return Messages(ranks, steps, own)
 
 
@@ -86,7 +94,7 @@ class Messages:
         self.ranks, self.steps, self.device = ranks, steps, own[0].device
         self.own = tuple(t.contiguous() for t in own) if len(steps) > 1 else ()
 
-    def send_keys(self, number: int) -> Transfer:
+    def bring_keys(self, number: int) -> Transfer:
         step = self.steps[number]
         arriving = tuple([_new_rows(t, step.keys) for t in self.own])
         packed: list[tuple[Message, Tensor, Tensor]] = []
@@ -106,13 +114,13 @@ class Messages:
 
         return Transfer(arriving, receives, unpack, _outgoing(step.sends, self.own))
 
-    def return_gradients(self, number: int, theirs: Rows, totals: Totals2) -> Transfer:
+    def return_gradients(self, number: int, theirs: Rows, totals: KeyTotals) -> Transfer:
         step = self.steps[number]
         theirs = tuple(t.contiguous() for t in theirs)
         incoming = _incoming(step, theirs)
         receives = [(message.peer, rows) for message, _, rows in incoming]
         sends = _outgoing(step.receives, theirs)
-        return Transfer(theirs, receives, functools.partial(_add, incoming, totals), sends)
+        return Transfer((), receives, functools.partial(_add, incoming, totals), sends)
 
     def start(self, transfers: Sequence[Transfer]) -> None:
         """On a GPU they are one kernel, so that none waits for the end of another's."""
@@ -124,6 +132,55 @@ class Messages:
         self.ranks.let_messages_begin(self.device)
 
 
+class FarEnds(NamedTuple):
+    """Where what a step sends and receives lies elsewhere, in the order of its messages."""
+
+    receives: tuple[tuple[Range, ...], ...]  # rows of what the sender has published of its own keys
+    sends: tuple[tuple[Range, ...], ...]  # rows of the receiver's keys in its step
+
+
+class Reach(NamedTuple):
+    """What ranks that read each other's memory know of each other."""
+
+    published: Range  # of the rank's own keys: all that others read
+    steps: tuple[FarEnds, ...]  # of the steps behind the first
+    most_published: int  # rows, of the rank that has most
+    most_arriving: int  # rows of a step, likewise
+
+
+@functools.lru_cache(maxsize=128)
+def joined_reach(layout: Layout, inner: int, rank: int, rules: Rules, method: str) -> Reach:
+    """For the schedules of `joined_schedule`."""
+    joined = layout.joined(inner)
+    of_all = [traffic(joined, r, rules, method) for r in range(joined.world)]
+    published = [_span([m for step in steps for m in step.sends]) for steps in of_all]
+
+    def sent(peer: int, number: int) -> tuple[Range, ...]:
+        first, _ = published[peer]
+        return tuple((a - first, b - first) for a, b in _of(of_all[peer][number].sends, rank))
+
+    steps = [
+        FarEnds(
+            tuple(sent(message.peer, n) for message in step.receives),
+            tuple(_of(of_all[message.peer][n].receives, rank) for message in step.sends),
+        )
+        for n, step in enumerate(of_all[rank])
+    ]
+    most_arriving = max((step.keys for steps in of_all for step in steps), default=0)
+    return Reach(published[rank], tuple(steps), max(b - a for a, b in published), most_arriving)
+
+
+def _of(messages: tuple[Message, ...], peer: int) -> tuple[Range, ...]:
+    """The rows of the message to or from a peer."""
+    return next(message.rows for message in messages if message.peer == peer)
+
+
+def _span(messages: Sequence[Message]) -> Range:
+    """From the first row of messages to their last."""
+    rows = [row for message in messages for row in message.rows]
+    return (min(a for a, _ in rows), max(b for _, b in rows)) if rows else (0, 0)
+
+
 class Reads:
     """By reading where it lies, which GPUs of one host can."""
 
@@ -132,35 +189,35 @@ class Reads:
         ranks: Ranks,
         steps: tuple[Step, ...],
         reach: Reach,
-        memories: tuple[PeerMemory, PeerMemory],
+        memories: Sequence[PeerMemory],
         own: Rows,
     ) -> None:
-        """own: the rank's keys and values. memories: for them, and for gradients."""
+        """own: the rank's keys and values. memories: for them, and in a backward for gradients."""
         self.ranks, self.steps, self.reach, self.own = ranks, steps, reach, own
-        self.keys, self.gradients = memories
+        self.keys, self.gradients = memories[0], memories[-1]
         self.stream = stream_of(own[0].device)
         self.keys.publish([(_slice(t, reach.published),) for t in own], self.stream)
 
-    def send_keys(self, number: int) -> Transfer:
+    def bring_keys(self, number: int) -> Transfer:
         step, far = self.steps[number], self.reach.steps[number - 1].receives
         arriving = tuple([_new_rows(t, step.keys) for t in self.own])
         found = [
-            self._read(self.keys, message.peer, place, there, target, message.rows)
+            self._read(self.keys, message.peer, slot, there, target, message.rows)
             for message, there in sorted(zip(step.receives, far, strict=True), key=self._turn)
-            for place, target in enumerate(arriving)
+            for slot, target in enumerate(arriving)
         ]
         return _transfer(arriving, found)
 
-    def return_gradients(self, number: int, theirs: Rows, totals: Totals2) -> Transfer:
+    def return_gradients(self, number: int, theirs: Rows, totals: KeyTotals) -> Transfer:
         step, far = self.steps[number], self.reach.steps[number - 1].sends
         self.gradients.publish([(t,) for t in theirs], self.stream)
         there = {message.peer: rows for message, rows in zip(step.sends, far, strict=True)}
         incoming = _incoming(step, theirs)
         found = [
-            self._read(self.gradients, m.peer, place, there[m.peer], rows, ((0, len(rows)),))
-            for m, place, rows in incoming
+            self._read(self.gradients, m.peer, which, there[m.peer], rows, ((0, len(rows)),))
+            for m, which, rows in incoming
         ]
-        return _transfer(theirs, found, functools.partial(_add, incoming, totals))
+        return _transfer((), found, functools.partial(_add, incoming, totals))
 
     def start(self, transfers: Sequence[Transfer]) -> None:
         works: list[Any] = list(
@@ -177,14 +234,14 @@ class Reads:
         self,
         memory: PeerMemory,
         peer: int,
-        place: int,
+        slot: int,
         there: tuple[Range, ...],
         target: Tensor,
         here: tuple[Range, ...],
     ) -> Fetch:
-        """Rows of what a peer has published in a place, as rows of target."""
+        """Rows of what a peer has published in a slot, as rows of target."""
         shape = there[-1][1], *target.shape[1:]
-        source = memory.read(self.ranks.peers[peer], place, shape, target.dtype)
+        source = memory.read(self.ranks.peers[peer], slot, shape, target.dtype)
         pairs = _in_step(here, there)
         if len(pairs) <= MOST_COPIES:
             return Fetch([(_slice(source, c), _slice(target, a)) for a, c in pairs])
@@ -221,24 +278,24 @@ class Incoming(NamedTuple):
     """Gradients of some of a rank's keys, or values, from a rank that has used them."""
 
     message: Message
-    place: int  # 0: of keys, 1: of values
+    which: int  # 0: of keys, 1: of values
     rows: Tensor
 
 
 def _incoming(step: Step, theirs: Rows) -> list[Incoming]:
     return [
-        Incoming(message, place, _new_rows(t, _count(message.rows)))
-        for message, (place, t) in itertools.product(step.sends, enumerate(theirs))
+        Incoming(message, which, _new_rows(t, _count(message.rows)))
+        for message, (which, t) in itertools.product(step.sends, enumerate(theirs))
     ]
 
 
-def _add(incoming: list[Incoming], totals: Totals2) -> None:
+def _add(incoming: list[Incoming], totals: KeyTotals) -> None:
     """In the order of the schedule: the same sum in every run."""
-    for message, place, rows in incoming:
+    for message, which, rows in incoming:
         if len(message.rows) == 1:
-            totals[place].add(message.rows[0][0], rows.transpose(0, 1))
+            totals[which].add(message.rows[0][0], rows.transpose(0, 1))
         else:
-            totals[place].add_at(row_index(message.rows, rows.device), rows.transpose(0, 1))
+            totals[which].add_at(row_index(message.rows, rows.device), rows.transpose(0, 1))
 
 
 def _outgoing(messages: tuple[Message, ...], tensors: Rows) -> list[tuple[int, Tensor]]:

@@ -108,7 +108,7 @@ def _without_overlap() -> Iterator[None]:
         return []
 
     with (
-        mock.patch.object(peer_memory, "may_be", lambda ranks, device: False),
+        mock.patch.object(peer_memory, "can_read", lambda ranks, device: False),
         mock.patch.object(Ranks, "exchange", exchange_and_wait),
         mock.patch.object(Ranks, "let_messages_begin", lambda ranks, device: None),
     ):
