@@ -133,7 +133,7 @@ def files(own, group):
     rank, folder = torch.distributed.get_rank(group), [None]
     if rank == 0:
         folder = [tempfile.mkdtemp()]
-    torch.distributed.broadcast_object_list(folder, src=0, group=group)
+    torch.distributed.broadcast_object_list(folder, group_src=0, group=group)
     buffers = [
         torch.from_file(f"{folder[0]}/{r}", shared=True, size=len(own), dtype=torch.uint8)
         for r in range(torch.distributed.get_world_size(group))
@@ -165,6 +165,24 @@ def refused(group, rank_without):
             found = peer_memory.memory_of(ranks, device, "gradients", [8])
             again = peer_memory.memory_of(ranks, device, "keys", [8])
         return first is None, found is None, again is None, [str(w.message) for w in caught]
+
+
+def on_a_mesh(group, seed):
+    """A ring of two groups, each of two ranks that exchange heads, of a mesh that has groups for both."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ring", "ulysses"))
+    tensors, n = problem(seed, {}, 37, 4, 2)[0], 37
+    own = {name: shard(t, group=group).requires_grad_() for name, t in tensors.items()}
+    out = context_parallel_attention(**own, mesh=mesh, method="2d", seqlen=n, causal=True)
+    torch.manual_seed(seed + 1)
+    dout = torch.randn(unshard(out.detach(), group=group, seqlen=n).shape, dtype=torch.float64)
+    grads = torch.autograd.grad(out, tuple(own.values()), shard(dout, group=group))
+    exact = reference.attention(**tensors, causal=True)
+    wanted = reference.attention_backward(dout, **tensors, causal=True)
+    close(unshard(out.detach(), group=group, seqlen=n), exact[0], "out")
+    for name, g, w in zip(own, grads, wanted):
+        close(unshard(g, group=group, seqlen=n), w, f"d{name}")
 
 
 def other_counts(group):

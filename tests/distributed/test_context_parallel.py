@@ -76,6 +76,16 @@ def test_a_rank_without_room_makes_all_send_messages(pool, rank):
         assert len(warned) == 1 and "no room" in warned[0]
 
 
+def test_a_mesh_of_two_dimensions(pool):
+    pool.run(4, CASES, "on_a_mesh", 3)
+
+
+def test_ranks_of_a_mesh_that_read(pool):
+    """Within its groups: keys of both, gradients of the ring."""
+    for _, memories in pool.run(4, CASES, "reading", "on_a_mesh", 4):
+        assert memories == ["gradients", "keys", "keys"]
+
+
 def test_ranks_that_have_made_other_numbers_of_memories_send_messages(pool):
     assert all(pool.run(2, CASES, "other_counts"))
 

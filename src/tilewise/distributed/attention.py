@@ -260,8 +260,9 @@ def _run(
     wants_lse: bool,
 ) -> tuple[Tensor, Tensor | None]:
     """out and, if wanted, lse: heads for tokens, the schedule, tokens for heads."""
-    ranks.connect(inputs.query.device)
     inner, outer = ranks.grid(degree)
+    for those in (ranks, inner, outer):
+        those.connect(inputs.query.device)
     extras = Extras(*(getattr(inputs, name) for name in Extras._fields))
     query, key, value, sinks = inputs.query, inputs.key, inputs.value, inputs.sinks
     origin = Origin(0, query.shape[2], tokens.starts)

@@ -88,6 +88,20 @@ class Ranks:
         return self.some(columns), self.some(rows)
 
 
+@dataclass(frozen=True)
+class MeshRanks(Ranks):
+    """All members of a mesh of two dimensions, (ring, ulysses), each of which has groups of its own.
+
+    Those of one host may read each other's memory where the whole mesh, of many hosts, cannot.
+    """
+
+    ring: Any
+    ulysses: Any
+
+    def grid(self, inner: int) -> tuple[Ranks, Ranks]:
+        return ranks_of(self.ulysses), ranks_of(self.ring)
+
+
 @contextlib.contextmanager
 def on_stream(stream: torch.cuda.Stream, current: torch.cuda.Stream) -> Iterator[None]:
     """As `torch.cuda.stream`, which asks for current streams, each of which takes as long as a launch."""
@@ -144,7 +158,8 @@ def mesh_degree(mesh: Any, method: str) -> tuple[int | None, Any]:
 def flat_ranks(mesh: Any, group: Any) -> Ranks:
     if group is not None:
         raise ValueError(f"mesh={shown(mesh)} must be None when group is given")
-    return ranks_of(mesh=mesh._flatten())
+    flat = ranks_of(mesh=mesh._flatten())
+    return MeshRanks(flat.group, flat.rank, flat.world, flat.peers, mesh.get_group(0), mesh.get_group(1))
 
 
 def gather(t: Tensor, ranks: Ranks) -> Tensor:

@@ -220,9 +220,7 @@ class Reads:
         return _transfer((), found, functools.partial(_add, incoming, totals))
 
     def start(self, transfers: Sequence[Transfer]) -> None:
-        works: list[Any] = list(
-            copy_beside([read for transfer in transfers for read in transfer.receives], self.stream)
-        )
+        works = copy_beside([read for transfer in transfers for read in transfer.receives], self.stream)
         for transfer in transfers:
             transfer.works = works
 
