@@ -49,6 +49,10 @@ def test_shares_add_up(backend, softcap, size, dtype):
         reference.attention_backward(dout, q, k, v, dlse=dlse, dtype=kind, softcap=softcap)[:3]
         for kind in (torch.float64, dtype)
     )
-    for name, *tensors in zip(("dquery", "dkey", "dvalue"), found, exact, baseline):
-        report = compare(name, *tensors)
-        assert report.max_error <= report.max_budget, report
+    names = "dquery", "dkey", "dvalue"
+    reports = [compare(*of) for of in zip(names, found, exact, baseline, strict=True)]
+    budget = max(report.max_budget for report in reports)  # of few elements each, as in `check_attention`
+    shares = sum(share.query.abs().max().item() for share in (first, second))
+    rounding = torch.finfo(dtype).eps / 2 * shares  # what each share of dquery is rounded by
+    for report in reports:
+        assert report.max_error <= budget + rounding * (report.name == "dquery"), report
