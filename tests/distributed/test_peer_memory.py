@@ -5,12 +5,13 @@ from __future__ import annotations
 import itertools
 import random
 import sys
+from datetime import timedelta
 from unittest import mock
 
 import pytest
 import torch
 
-from tilewise.core.torch_private import symmetric_tensor
+from tilewise.core.torch_private import share, symmetric_tensor
 from tilewise.distributed import peer_memory, wire
 from tilewise.distributed.layout import make_layout
 from tilewise.distributed.ranks import Ranks
@@ -194,6 +195,20 @@ def test_a_pytorch_without_it_has_none(name):
     """Nor has a CPU."""
     with mock.patch.dict(sys.modules, {name: None} if name else {}), mock.patch("torch.cuda.empty_cache"):
         assert symmetric_tensor(8, torch.device("cpu")) is None
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+def test_ranks_wait_for_each_other_as_long_as_their_group_does(is_known):
+    own, buffers = torch.zeros(8, dtype=torch.uint8), ["first", "second"]
+    handle = mock.Mock(rank=1, world_size=2, get_buffer=lambda rank, shape, dtype: buffers[rank])
+    module = mock.Mock(rendezvous=lambda t, group: handle if t is own else None)
+    options = mock.Mock(_timeout=timedelta(seconds=5)) if is_known else mock.Mock(spec=[])
+    group = mock.Mock(_get_backend=lambda device: mock.Mock(options=options))
+    with mock.patch("importlib.import_module", return_value=module):
+        found, wait_for_all = share(own, group)
+    wait_for_all()
+    assert found == ["first", own]
+    handle.barrier.assert_called_once_with(0, 5000 if is_known else 600_000)
 
 
 def test_a_backend_without_a_barrier_has_none():

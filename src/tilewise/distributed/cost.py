@@ -8,9 +8,10 @@ A rank computes step n while the keys of step n + 1 arrive, in the backward also
 Bytes of other nodes come on top, at the speed between nodes.
 
 `taken`: a GPU's messages are kernels, which hold some of its multiprocessors, also while they wait for a rank
-that is late. In the backward the rank's own work is the first and the last step. Ulysses adds two exchanges
-of heads for tokens, which nothing overlaps. Blocks are taken to run at the speed of long sequences,
-and merging to be free.
+that is late. Where ranks read each other's memory it is what publishing and waiting for each other costs.
+In the backward the rank's own work is the first and the last step. Ulysses adds two exchanges
+of heads for tokens, which nothing overlaps. Blocks are taken to run at the speed of long sequences, and
+merging to be free.
 """
 
 from __future__ import annotations

@@ -156,12 +156,7 @@ def _scatter(swap: Swap, heads: Heads, tensors: tuple[Tensor, ...]) -> tuple[Ten
 
 def _gather(swap: Swap, heads: Heads, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """The way back. A head that comes from several ranks is their sum."""
-    widths = [[own.stop - own.start for own in h] for h in heads]
-    sizes = [
-        swap.most[1] * max(w) * t.shape[0] * t.shape[3] * t.dtype.itemsize
-        for w, t in zip(widths, tensors, strict=True)
-    ]
-    if (memory := peer_memory.memory_of(swap.ranks, tensors[0].device, KEYS, sizes)) is not None:
+    if (memory := _memory_for_gather(swap, heads, tensors)) is not None:
         return _gather_by_reading(memory, swap, heads, tensors)
     me, rows = swap.ranks.rank, swap.rows
     sends, receives, arriving, staying, results = [], [], [], [], []
@@ -222,8 +217,8 @@ def _scatter_by_reading(memory: PeerMemory, swap: Swap, groups: list[Group]) -> 
     for number, (joined, h) in enumerate(groups):
         places, batch, dim = _places(h, me), joined[0].shape[0], joined[0].shape[-1]
         result = joined[0].new_empty((swap.length, batch, places[-1].stop, dim))
-        for rank, peer in swap.ranks.in_turn():
-            ranges = swap.rows[rank]
+        for rank in sorted(range(world), key=swap.ranks.turn):
+            ranges, peer = swap.rows[rank], swap.ranks.peers[rank]
             if rank == me:
                 for place, t, own in zip(places, joined, h, strict=True):
                     _put(result[:, :, place], ranges, t.transpose(0, 1)[:, :, own[me]])
@@ -232,6 +227,15 @@ def _scatter_by_reading(memory: PeerMemory, swap: Swap, groups: list[Group]) -> 
             _put(result, ranges, memory.read(peer, number * world + me, shape, result.dtype))
         results += [result[:, :, place].transpose(0, 1) for place in places]
     return tuple(results)
+
+
+def _memory_for_gather(swap: Swap, heads: Heads, tensors: tuple[Tensor, ...]) -> PeerMemory | None:
+    """With a slot for each tensor."""
+    sizes = []
+    for t, h in zip(tensors, heads, strict=True):
+        width = max(own.stop - own.start for own in h)
+        sizes.append(swap.most[1] * t.shape[0] * width * t.shape[3] * t.dtype.itemsize)
+    return peer_memory.memory_of(swap.ranks, tensors[0].device, KEYS, sizes)
 
 
 def _gather_by_reading(
@@ -246,9 +250,10 @@ def _gather_by_reading(
         is_shared = sum(width) > h[-1].stop
         shape = (t.shape[1], _count(ranges), h[-1].stop, t.shape[-1])
         results.append(t.new_zeros(shape) if is_shared else t.new_empty(shape))
-        turns = list(swap.ranks.in_turn())
-        for rank, peer in sorted(turns) if is_shared else turns:  # sums are in the order of ranks
-            source = memory.read(peer, slot, (swap.length, t.shape[1], width[rank], t.shape[-1]), t.dtype)
+        order = range(swap.ranks.world)  # that of sums
+        for rank in order if is_shared else sorted(order, key=swap.ranks.turn):
+            shape = (swap.length, t.shape[1], width[rank], t.shape[-1])
+            source = memory.read(swap.ranks.peers[rank], slot, shape, t.dtype)
             target = results[-1].transpose(0, 1)[:, :, h[rank]]
             arriving = t.new_empty((_count(ranges), *source.shape[1:]))
             for part, chunk in _taken(arriving, ranges, source):  # whole rows, which a copy engine brings

@@ -59,10 +59,9 @@ class Ranks:
         peers = tuple(self.peers[m] for m in members)
         return replace(self, rank=members.index(self.rank), world=len(members), peers=peers)
 
-    def in_turn(self) -> list[tuple[int, int]]:
-        """(rank, its number among all processes), from this one on: ranks begin with different ones."""
-        order = [(self.rank + n) % self.world for n in range(self.world)]
-        return [(rank, self.peers[rank]) for rank in order]
+    def turn(self, rank: int) -> int:
+        """When this rank reads from another: ranks begin with different ones."""
+        return (rank - self.rank) % self.world
 
     def of_first(self, t: Tensor) -> Tensor:
         """A tensor as the first rank has it."""

@@ -164,7 +164,7 @@ def traffic(layout: Layout, rank: int, rules: Rules, method: str) -> tuple[Traff
 def _rounds(layout: Layout, rules: Rules, method: str) -> list[tuple[int, ...]]:
     """For each step after the first, the distances over which keys travel.
 
-    Causal work is even in each: all ranks are done with a step at the same time.
+    Zigzag, causal work is even in each: all ranks are done with a step at the same time.
     """
     distances = _distances(layout, rules)
     if method == "all_gather":

@@ -201,9 +201,10 @@ class Reads:
     def bring_keys(self, number: int) -> Transfer:
         step, far = self.steps[number], self.reach.steps[number - 1].receives
         arriving = tuple([_new_rows(t, step.keys) for t in self.own])
+        pairs = zip(step.receives, far, strict=True)
         found = [
             self._read(self.keys, message.peer, slot, there, target, message.rows)
-            for message, there in sorted(zip(step.receives, far, strict=True), key=self._turn)
+            for message, there in sorted(pairs, key=lambda pair: self.ranks.turn(pair[0].peer))
             for slot, target in enumerate(arriving)
         ]
         return _transfer(arriving, found)
@@ -223,10 +224,6 @@ class Reads:
         works = copy_beside([read for transfer in transfers for read in transfer.receives], self.stream)
         for transfer in transfers:
             transfer.works = works
-
-    def _turn(self, end: tuple[Message, Any]) -> int:
-        """Ranks begin with different peers."""
-        return (end[0].peer - self.ranks.rank) % self.ranks.world
 
     def _read(
         self,

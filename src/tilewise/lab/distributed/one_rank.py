@@ -21,6 +21,7 @@ from torch import Tensor
 
 from tilewise.distributed import context_parallel_attention
 from tilewise.distributed.layout import Layout, make_layout
+from tilewise.distributed.peer_memory import Arrival
 from tilewise.distributed.ranks import Ranks
 from tilewise.distributed.schedule import Rules, make_schedule
 from tilewise.lab.bench.cases import Case
@@ -83,19 +84,12 @@ class OneRank(Ranks):
             for peer, t in receives:
                 post.receive((self.peers[peer], me), t)
             return []
-        post.stream.wait_stream(torch.cuda.current_stream())
+        current = torch.cuda.current_stream()
+        post.stream.wait_stream(current)
         with torch.cuda.stream(post.stream):
             for peer, t in receives:
                 post.receive((self.peers[peer], me), t)
-            return [_Arrival(post.stream.record_event())]
-
-
-@dataclass(frozen=True)
-class _Arrival:
-    event: torch.cuda.Event
-
-    def wait(self) -> None:
-        torch.cuda.current_stream().wait_event(self.event)
+            return [Arrival(post.stream.record_event(), current)]
 
 
 def one_rank_peers() -> dict[str, Prepare]:
