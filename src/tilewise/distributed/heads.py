@@ -1,28 +1,55 @@
 """Ulysses: an all-to-all after which a rank has all tokens of its group, and some of the heads.
 
-Source: Jacobs et al., DeepSpeed Ulysses (2023). Heads of a tensor may go to several ranks, as KV heads do
-that are fewer than ranks; their gradients are summed.
+A rank's heads go in two groups, if their number allows it: while attention of one is computed, heads of the
+other come, and results of the one before go back.
+
+Source: Jacobs et al., DeepSpeed Ulysses (2023). KV heads that are fewer than ranks go to several of them;
+their gradients are summed.
 """
 
 from __future__ import annotations
 
+import abc
 import functools
 import itertools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from tilewise.distributed import peer_memory
 from tilewise.distributed.layout import Layout
-from tilewise.distributed.peer_memory import KEYS, PeerMemory, stream_of
+from tilewise.distributed.peer_memory import HEADS, PeerMemory, copy_beside, stream_of
 from tilewise.distributed.ranks import Ranks
 from tilewise.distributed.schedule import Range
-from tilewise.distributed.wire import row_index
+from tilewise.distributed.wire import Fetch, Transfer, count_rows, fetch, row_index, transfer_of
 
 MAX_MESSAGES = 4  # of a tensor from one rank; more ranges of rows are packed into one message
+GROUPS = 2  # of a rank's heads: more hide more of the exchanges, but attention of few heads is slower
+
+Heads = tuple[slice, ...]  # of each rank
+
+
+class HeadGroup(NamedTuple):
+    """Heads that are computed together."""
+
+    queries: Heads
+    keys: Heads
+    brings_keys: bool  # or has those of the group before
+    returns_keys: bool  # gradients of them, or leaves them to the group behind
+
+    def of(self, is_key: bool) -> Heads:
+        return self.keys if is_key else self.queries
+
+
+class Kind(NamedTuple):
+    """Of a tensor (batch, tokens, heads, dim)."""
+
+    is_key: bool  # its heads are KV heads
+    dim: int
+    dtype: torch.dtype
 
 
 @dataclass(frozen=True)
@@ -31,8 +58,9 @@ class Swap:
 
     ranks: Ranks
     rows: tuple[tuple[Range, ...], ...]  # of each rank: where its tokens are in the group's order
-    joins: bool  # tensors that are alike travel as one message, and arrive as slices of one
+    joins: bool  # tensors that are alike travel as one, and arrive as slices of one
     most: tuple[int, int]  # tokens of a rank, and of such a group, where they are most
+    groups: tuple[HeadGroup, ...]
 
     @property
     def length(self) -> int:
@@ -40,20 +68,30 @@ class Swap:
 
 
 @functools.lru_cache(maxsize=128)
-def heads_of(world: int, num_heads: int, num_kv_heads: int) -> tuple[tuple[slice, ...], tuple[slice, ...]]:
-    """The query heads and the KV heads of each rank."""
-    heads, group = num_heads // world, num_heads // num_kv_heads
-    queries = tuple(slice(rank * heads, (rank + 1) * heads) for rank in range(world))
-    return queries, tuple(slice(q.start // group, (q.stop - 1) // group + 1) for q in queries)
+def head_groups(world: int, num_heads: int, num_kv_heads: int, may_share: bool) -> tuple[HeadGroup, ...]:
+    """The heads of each rank. may_share: several groups may have the same KV head."""
+    own, own_kv, per_key = num_heads // world, num_kv_heads // world, num_heads // num_kv_heads
+    shares = own_kv <= 1
+    splits = own_kv if not shares else own if may_share else 1
+    count = GROUPS if splits % GROUPS == 0 else 1
+    groups = []
+    for number in range(count):
+        firsts = [rank * own + number * own // count for rank in range(world)]
+        queries = tuple(slice(first, first + own // count) for first in firsts)
+        keys = tuple(slice(q.start // per_key, (q.stop - 1) // per_key + 1) for q in queries)
+        is_first, is_last = number == 0, number == count - 1
+        groups.append(HeadGroup(queries, keys, is_first or not shares, is_last or not shares))
+    return tuple(groups)
 
 
-def swap_of(ranks: Ranks, layout: Layout, first: int) -> Swap:
+def swap_of(ranks: Ranks, layout: Layout, first: int, num_heads: int, num_kv_heads: int) -> Swap:
     """For members that are ranks `first`, `first + 1`, ... of a layout.
 
     If there are others, what arrives goes on to them, as whole tensors.
     """
-    world = ranks.world
-    return Swap(ranks, _rows(layout, first, world), world == layout.world, _most(layout, world))
+    joins = ranks.world == layout.world
+    groups = head_groups(ranks.world, num_heads, num_kv_heads, joins)
+    return Swap(ranks, _rows(layout, first, ranks.world), joins, _most(layout, ranks.world), groups)
 
 
 @functools.lru_cache(maxsize=128)
@@ -76,203 +114,251 @@ def _rows(layout: Layout, first: int, world: int) -> tuple[tuple[Range, ...], ..
     return tuple(map(tuple, rows))
 
 
-Heads = tuple[tuple[slice, ...], ...]  # of each tensor, for each rank
-Group = tuple[tuple[Tensor, ...], Heads]
-
-
-def tokens_to_heads(swap: Swap, tensors: tuple[Tensor, ...], heads: Heads) -> tuple[Tensor, ...]:
-    """(batch, tokens of the rank, heads, dim) -> (batch, tokens of the group, heads of the rank, dim)."""
-    return _Scatter.apply(swap, heads, *tensors)  # type: ignore[no-any-return]
-
-
-def heads_to_tokens(swap: Swap, tensors: tuple[Tensor, ...], heads: Heads) -> tuple[Tensor, ...]:
-    """(batch, tokens of the group, heads of the rank, dim) -> (batch, tokens of the rank, heads, dim)."""
-    return _Gather.apply(swap, heads, *tensors)  # type: ignore[no-any-return]
-
-
-class _Scatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, swap: Swap, heads: Heads, *tensors: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
-        ctx.call = swap, heads
-        return _scatter(swap, heads, tensors)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
-        swap, heads = ctx.call
-        return None, None, *_gather(swap, heads, grads)
-
-
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, swap: Swap, heads: Heads, *tensors: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
-        ctx.call = swap, heads
-        return _gather(swap, heads, tensors)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
-        swap, heads = ctx.call
-        return None, None, *_scatter(swap, heads, grads)
-
-
-def _scatter(swap: Swap, heads: Heads, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Each tensor's heads to their ranks. What arrives is received where it belongs; what stays is put there
-    meanwhile."""
-    groups = _groups(swap, tensors, heads)
-    if (memory := _memory_for_scatter(swap, groups)) is not None:
-        return _scatter_by_reading(memory, swap, groups)
-    me, rows = swap.ranks.rank, swap.rows
-    sends, receives, scattered, staying, results = [], [], [], [], []
-    for joined, h in groups:
-        by_token = [t.transpose(0, 1) for t in joined]
-        places = _places(h, me)
-        result = by_token[0].new_empty(
-            (swap.length, *by_token[0].shape[1:2], places[-1].stop, joined[0].shape[-1])
-        )
-        for rank, ranges in enumerate(rows):
-            mine = [t[:, :, own[rank]] for t, own in zip(by_token, h, strict=True)]
-            if rank == me:
-                staying += [(result[:, :, p], ranges, t) for p, t in zip(places, mine, strict=True)]
-                continue
-            chunk = torch.cat(mine, 2) if len(mine) > 1 else mine[0].contiguous()
-            sends += [(rank, m) for m in _chunk_messages(chunk, rows[me])]
-            if len(ranges) > MAX_MESSAGES:
-                chunk = result.new_empty((_count(ranges), *result.shape[1:]))
-                scattered.append((result, ranges, chunk))
-                receives.append((rank, chunk))
-            else:
-                receives += [(rank, result[a:b]) for a, b in ranges]
-        results += [result[:, :, p] for p in places]
-    works = swap.ranks.exchange(sends, receives)
-    for result, ranges, chunk in staying:
-        _put(result, ranges, chunk)
-    for work in works:
-        work.wait()
-    for result, ranges, chunk in scattered:
-        _put(result, ranges, chunk)
-    return tuple(t.transpose(0, 1) for t in results)
-
-
-def _gather(swap: Swap, heads: Heads, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """The way back. A head that comes from several ranks is their sum."""
-    if (memory := _memory_for_gather(swap, heads, tensors)) is not None:
-        return _gather_by_reading(memory, swap, heads, tensors)
-    me, rows = swap.ranks.rank, swap.rows
-    sends, receives, arriving, staying, results = [], [], [], [], []
-    for joined, h in _groups(swap, tensors, heads):
-        by_token = [t.transpose(0, 1) for t in joined]
-        t = torch.cat(by_token, 2) if len(by_token) > 1 else by_token[0].contiguous()
-        targets = []
-        for own in h:
-            is_shared = sum(s.stop - s.start for s in own) > own[-1].stop
-            shape = (t.shape[1], _count(rows[me]), own[-1].stop, t.shape[-1])
-            results.append(t.new_zeros(shape) if is_shared else t.new_empty(shape))
-            targets.append((results[-1].transpose(0, 1), own, is_shared))
-        for rank, ranges in enumerate(rows):
-            places = _places(h, rank)
-            parts = [
-                (x[:, :, own[rank]], p, shared) for (x, own, shared), p in zip(targets, places, strict=True)
-            ]
-            if rank == me:
-                staying += [(part, t[:, :, p], is_shared) for part, p, is_shared in parts]
-                continue
-            chunk = t.new_empty((_count(rows[me]), t.shape[1], places[-1].stop, t.shape[-1]))
-            receives += [(rank, m) for m in _chunk_messages(chunk, rows[me])]
-            if len(ranges) > MAX_MESSAGES:
-                sends.append((rank, t[row_index(ranges, t.device)]))
-            else:
-                sends += [(rank, t[a:b]) for a, b in ranges]
-            arriving += [(part, chunk[:, :, p], is_shared) for part, p, is_shared in parts]
-    works = swap.ranks.exchange(sends, receives)
-    for target, t, is_shared in staying:
-        for part, chunk in _taken(target, rows[me], t):
-            part.add_(chunk) if is_shared else part.copy_(chunk)
-    for work in works:
-        work.wait()
-    for target, chunk, is_shared in arriving:
-        target.add_(chunk) if is_shared else target.copy_(chunk)
-    return tuple(results)
-
-
-def _memory_for_scatter(swap: Swap, groups: list[Group]) -> PeerMemory | None:
-    """With a slot for what each rank reads of each group."""
-    sizes = []
-    for (t, *_), h in groups:
-        width = max(_places(h, rank)[-1].stop for rank in range(swap.ranks.world))
-        sizes += [swap.most[0] * t.shape[0] * width * t.shape[3] * t.dtype.itemsize] * swap.ranks.world
-    return peer_memory.memory_of(swap.ranks, groups[0][0][0].device, KEYS, sizes)
-
-
-def _scatter_by_reading(memory: PeerMemory, swap: Swap, groups: list[Group]) -> tuple[Tensor, ...]:
-    """Each rank reads what others have packed for it, and copies what it keeps."""
-    me, world = swap.ranks.rank, swap.ranks.world
-    for_each = [
-        tuple(t.transpose(0, 1)[:, :, own[rank]] for t, own in zip(*group, strict=True) if rank != me)
-        for group in groups
-        for rank in range(world)
-    ]
-    memory.publish(for_each, stream_of(memory.device))
-    results = []
-    for number, (joined, h) in enumerate(groups):
-        places, batch, dim = _places(h, me), joined[0].shape[0], joined[0].shape[-1]
-        result = joined[0].new_empty((swap.length, batch, places[-1].stop, dim))
-        for rank in sorted(range(world), key=swap.ranks.turn):
-            ranges, peer = swap.rows[rank], swap.ranks.peers[rank]
-            if rank == me:
-                for place, t, own in zip(places, joined, h, strict=True):
-                    _put(result[:, :, place], ranges, t.transpose(0, 1)[:, :, own[me]])
-                continue
-            shape = _count(ranges), batch, places[-1].stop, dim
-            _put(result, ranges, memory.read(peer, number * world + me, shape, result.dtype))
-        results += [result[:, :, place].transpose(0, 1) for place in places]
-    return tuple(results)
-
-
-def _memory_for_gather(swap: Swap, heads: Heads, tensors: tuple[Tensor, ...]) -> PeerMemory | None:
-    """With a slot for each tensor."""
-    sizes = []
-    for t, h in zip(tensors, heads, strict=True):
-        width = max(own.stop - own.start for own in h)
-        sizes.append(swap.most[1] * t.shape[0] * width * t.shape[3] * t.dtype.itemsize)
-    return peer_memory.memory_of(swap.ranks, tensors[0].device, KEYS, sizes)
-
-
-def _gather_by_reading(
-    memory: PeerMemory, swap: Swap, heads: Heads, tensors: tuple[Tensor, ...]
+def exchange(
+    swap: Swap | None,
+    tensors: Sequence[Tensor],
+    are_keys: Sequence[bool],
+    results: Sequence[Kind],
+    compute: Callable[[int, tuple[Tensor, ...]], tuple[Tensor, ...]],
 ) -> tuple[Tensor, ...]:
-    """The way back: each rank reads its tokens. A head that comes from several ranks is their sum."""
-    by_token, ranges = [t.transpose(0, 1) for t in tensors], swap.rows[swap.ranks.rank]
-    memory.publish([(t,) for t in by_token], stream_of(memory.device))
-    results = []
-    for slot, (t, h) in enumerate(zip(by_token, heads, strict=True)):
-        width = [own.stop - own.start for own in h]
-        is_shared = sum(width) > h[-1].stop
-        shape = (t.shape[1], _count(ranges), h[-1].stop, t.shape[-1])
-        results.append(t.new_zeros(shape) if is_shared else t.new_empty(shape))
-        order = range(swap.ranks.world)  # that of sums
-        for rank in order if is_shared else sorted(order, key=swap.ranks.turn):
-            shape = (swap.length, t.shape[1], width[rank], t.shape[-1])
-            source = memory.read(swap.ranks.peers[rank], slot, shape, t.dtype)
-            target = results[-1].transpose(0, 1)[:, :, h[rank]]
-            arriving = t.new_empty((_count(ranges), *source.shape[1:]))
-            for part, chunk in _taken(arriving, ranges, source):  # whole rows, which a copy engine brings
-                part.copy_(chunk)
-            target.add_(arriving) if is_shared else target.copy_(arriving)
-    return tuple(results)
+    """What `compute` finds with the tokens of all ranks and this rank's heads, for its tokens and all heads.
+
+    Args:
+        swap: None: the rank has all heads of its tokens, and nothing is exchanged.
+        tensors: (batch, tokens of the rank, heads, dim).
+        are_keys: which of them have KV heads.
+        results: what `compute` gives. A KV head that several ranks have is their sum.
+        compute: called with the number of each group of heads, and its (batch, tokens of all ranks, heads of
+            the group, dim): without KV heads where the group before had the same. Results are given likewise,
+            those of KV heads by the last group that has them.
+    """
+    if swap is None:
+        return compute(0, tuple(tensors))
+    batch, tokens = tensors[0].shape[0], count_rows(swap.rows[swap.ranks.rank])
+    totals = []
+    for is_key, dim, dtype in results:
+        of_groups = [group.of(is_key) for group in swap.groups]
+        new = tensors[0].new_zeros if _is_shared(of_groups[0]) else tensors[0].new_empty
+        totals.append(new((batch, tokens, of_groups[-1][-1].stop, dim), dtype=dtype))
+    wire = _make_wire(swap, tensors, are_keys, results, totals)
+    wire.start(arriving := wire.bring(0))
+    returning = []
+    for number in range(len(swap.groups)):
+        arrived = arriving.wait()
+        if number + 1 < len(swap.groups):
+            wire.start(arriving := wire.bring(number + 1))
+        returning.append(wire.give_back(number, compute(number, arrived)))
+        wire.start(returning[-1])
+    for transfer in returning:
+        transfer.wait()
+    return tuple(totals)
 
 
-def _groups(swap: Swap, tensors: tuple[Tensor, ...], heads: Heads) -> list[Group]:
-    """Tensors that travel as one, side by side along their heads: messages are few where all are alike."""
-    if swap.joins and len({(t.dtype, t.shape[-1]) for t in tensors}) == 1:
-        return [(tensors, heads)]
-    return [((t,), (h,)) for t, h in zip(tensors, heads, strict=True)]
+def _is_shared(heads: Heads) -> bool:
+    """Whether several ranks have the same."""
+    return any(a.stop > b.start for a, b in itertools.pairwise(heads))
 
 
-def _places(heads: Heads, rank: int) -> list[slice]:
-    """Where a rank's heads of each tensor are, one tensor's behind another's."""
-    ends = itertools.accumulate((own[rank].stop - own[rank].start for own in heads), initial=0)
-    return [slice(*pair) for pair in itertools.pairwise(ends)]
+class _Lot(NamedTuple):
+    """Tensors that travel as one, side by side along their heads: (tokens, batch, heads, dim) each."""
+
+    tensors: Sequence[Tensor]
+    heads: Sequence[Heads]  # which of each tensor a group has
+
+    def of(self, rank: int) -> tuple[Tensor, ...]:
+        """A rank's heads of each tensor."""
+        return tuple([t[:, :, own[rank]] for t, own in zip(self.tensors, self.heads, strict=True)])
+
+    @property
+    def widths(self) -> list[int]:
+        """Heads of each tensor: ranks have as many."""
+        return [own[0].stop - own[0].start for own in self.heads]
+
+    @property
+    def row_bytes(self) -> int:
+        _, batch, _, dim = self.tensors[0].shape
+        return batch * sum(self.widths) * dim * self.tensors[0].dtype.itemsize
+
+    def new(self, tokens: int) -> Tensor:
+        """Room for a rank's heads of all tensors, side by side."""
+        _, batch, _, dim = self.tensors[0].shape
+        return self.tensors[0].new_empty((tokens, batch, sum(self.widths), dim))
+
+    def split(self, joined: Tensor) -> tuple[Tensor, ...]:
+        """Such room as that for each tensor."""
+        return joined.split(self.widths, 2)
+
+    def put(self, rank: int, found: Sequence[Tensor], ranges: tuple[Range, ...] | None = None) -> None:
+        """A rank's heads of results: all or some rows of them, added where other ranks have the same."""
+        for target, t, own in zip(self.of(rank), found, self.heads, strict=True):
+            for part, chunk in [(target, t)] if ranges is None else _taken(target, ranges, t):
+                part.add_(chunk) if _is_shared(own) else part.copy_(chunk)
+
+
+Place = tuple[int, int]  # of a lot: its group of heads, and which of them it is
+
+
+class _Wire(abc.ABC):
+    """How heads come to a rank and results go back. All ranks make the same calls in the same order."""
+
+    def __init__(self, swap: Swap, brought: list[list[_Lot]], returned: list[list[_Lot]]) -> None:
+        """brought, returned: what travels, and where results go, of each group of heads."""
+        self.swap, self.brought, self.returned = swap, brought, returned
+        self.me, self.rows = swap.ranks.rank, swap.rows
+        self.device = brought[0][0].tensors[0].device
+        self.leaving: dict[Place, Tensor] = {}
+        world = swap.ranks.world
+        self.others = [(self.me + distance) % world for distance in range(1, world)]
+
+    def bring(self, number: int) -> Transfer:
+        """Tensors of a group of heads, (batch, tokens of all ranks, heads, dim) each.
+
+        What arrives is received where it belongs; what stays is put there at once.
+        """
+        result: list[Tensor] = []
+        fetches = []
+        for n, lot in enumerate(self.brought[number]):
+            target = lot.new(self.swap.length)
+            for part, own in zip(lot.split(target), lot.of(self.me), strict=True):
+                _put(part, self.rows[self.me], own)
+                result.append(part.transpose(0, 1))
+            fetches += [self._bring((number, n), lot, rank, target) for rank in self.others]
+        return transfer_of(tuple(result), fetches)
+
+    def give_back(self, number: int, found: tuple[Tensor, ...]) -> Transfer:
+        """Results of a group of heads to those whose tokens they are."""
+        by_token, fetches = [t.transpose(0, 1) for t in found], []
+        for n, lot in enumerate(self.returned[number]):
+            tensors, by_token = by_token[: len(lot.tensors)], by_token[len(lot.tensors) :]
+            lot.put(self.me, tensors, self.rows[self.me])
+            self._leave((number, n), tensors)
+            fetches += [self._give_back((number, n), lot, rank) for rank in self.others]
+        return transfer_of((), fetches)
+
+    @abc.abstractmethod
+    def _bring(self, place: Place, lot: _Lot, rank: int, target: Tensor) -> Fetch:
+        """A rank's tokens of a lot, into those of all."""
+
+    @abc.abstractmethod
+    def _leave(self, place: Place, results: Sequence[Tensor]) -> None:
+        """Results for the tokens of all ranks, which others take theirs of."""
+
+    @abc.abstractmethod
+    def _give_back(self, place: Place, lot: _Lot, rank: int) -> Fetch:
+        """This rank's tokens of what another has found."""
+
+    @abc.abstractmethod
+    def start(self, transfer: Transfer) -> None:
+        """Start it beside what the current stream does next."""
+
+
+class _Messages(_Wire):
+    """By messages, which any group has."""
+
+    def _bring(self, place: Place, lot: _Lot, rank: int, target: Tensor) -> Fetch:
+        ranges, mine = self.rows[rank], _joined(lot.of(rank))
+        sends = [(rank, m) for m in _chunk_messages(mine, self.rows[self.me])]
+        if len(ranges) <= MAX_MESSAGES:
+            return Fetch([(rank, target[a:b]) for a, b in ranges], sends=sends)
+        chunk = lot.new(count_rows(ranges))
+        return Fetch([(rank, chunk)], functools.partial(_put, target, ranges, chunk), sends)
+
+    def _leave(self, place: Place, results: Sequence[Tensor]) -> None:
+        self.leaving[place] = _joined(results)
+
+    def _give_back(self, place: Place, lot: _Lot, rank: int) -> Fetch:
+        ranges, leaving = self.rows[rank], self.leaving[place]
+        is_packed = len(ranges) > MAX_MESSAGES
+        theirs = (
+            [leaving[row_index(ranges, leaving.device)]] if is_packed else [leaving[a:b] for a, b in ranges]
+        )
+        chunk = lot.new(count_rows(self.rows[self.me]))
+        receives = [(rank, m) for m in _chunk_messages(chunk, self.rows[self.me])]
+        put = functools.partial(lot.put, rank, lot.split(chunk))
+        return Fetch(receives, put, [(rank, m) for m in theirs])
+
+    def start(self, transfer: Transfer) -> None:
+        transfer.works = self.swap.ranks.exchange(transfer.sends, transfer.receives)
+        self.swap.ranks.let_messages_begin(self.device)
+
+
+class _Reads(_Wire):
+    """By reading where it lies, which GPUs of one host can: what each rank wants is packed for it."""
+
+    def __init__(
+        self, swap: Swap, brought: list[list[_Lot]], returned: list[list[_Lot]], memory: PeerMemory
+    ) -> None:
+        """memory: with a slot for each rank of each lot that is brought, and for each that is returned."""
+        super().__init__(swap, brought, returned)
+        self.memory, self.stream, world = memory, stream_of(memory.device), swap.ranks.world
+        self.slots = {place: world * n for n, place in enumerate(_places(brought))}
+        first = world * len(self.slots)
+        self.back = {place: first + n for n, place in enumerate(_places(returned))}
+        lots = itertools.product(itertools.chain(*brought), range(world))
+        memory.publish([() if rank == self.me else lot.of(rank) for lot, rank in lots], self.stream)
+
+    def _bring(self, place: Place, lot: _Lot, rank: int, target: Tensor) -> Fetch:
+        count = count_rows(self.rows[rank])
+        theirs = self._read(rank, self.slots[place] + self.me, (count, *target.shape[1:]), target.dtype)
+        return fetch(theirs, ((0, count),), target, self.rows[rank])
+
+    def _leave(self, place: Place, results: Sequence[Tensor]) -> None:
+        self.memory.publish([results], self.stream, self.back[place])
+
+    def _give_back(self, place: Place, lot: _Lot, rank: int) -> Fetch:
+        ranges = self.rows[self.me]
+        chunk = lot.new(count_rows(ranges))
+        theirs = self._read(rank, self.back[place], (self.swap.length, *chunk.shape[1:]), chunk.dtype)
+        copies, unpack = fetch(theirs, ranges, chunk, ((0, len(chunk)),))[:2]
+
+        def put() -> None:
+            unpack()
+            lot.put(rank, lot.split(chunk))
+
+        return Fetch(copies, put)
+
+    def _read(self, rank: int, slot: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        return self.memory.read(self.swap.ranks.peers[rank], slot, shape, dtype)
+
+    def start(self, transfer: Transfer) -> None:
+        transfer.works = copy_beside(transfer.receives, self.stream)
+
+
+def _places(lots: list[list[_Lot]]) -> list[Place]:
+    return [(number, n) for number, of_group in enumerate(lots) for n in range(len(of_group))]
+
+
+def _make_wire(
+    swap: Swap,
+    tensors: Sequence[Tensor],
+    are_keys: Sequence[bool],
+    results: Sequence[Kind],
+    totals: Sequence[Tensor],
+) -> _Wire:
+    brought, returned = [], []
+    for group in swap.groups:
+        given = zip(tensors, are_keys, strict=True)
+        brought.append(_lots(swap, [(t, group.of(k)) for t, k in given if group.brings_keys or not k]))
+        wanted = zip(totals, results, strict=True)
+        of_group = [(t, group.of(k.is_key)) for t, k in wanted if group.returns_keys or not k.is_key]
+        returned.append(_lots(swap, of_group))
+    one, all_ = swap.most
+    sizes = [one * lot.row_bytes for lot in itertools.chain(*brought) for _ in range(swap.ranks.world)]
+    sizes += [all_ * lot.row_bytes for lot in itertools.chain(*returned)]
+    memory = peer_memory.memory_of(swap.ranks, tensors[0].device, HEADS, sizes)
+    return _Messages(swap, brought, returned) if memory is None else _Reads(swap, brought, returned, memory)
+
+
+def _lots(swap: Swap, tensors: Sequence[tuple[Tensor, Heads]]) -> list[_Lot]:
+    """Of (batch, tokens, heads, dim): few where all are alike."""
+    given = [(t.transpose(0, 1), heads) for t, heads in tensors]
+    if swap.joins and len({(t.dtype, t.shape[-1]) for t, _ in given}) == 1:
+        return [_Lot([t for t, _ in given], [heads for _, heads in given])]
+    return [_Lot([t], [heads]) for t, heads in given]
+
+
+def _joined(tensors: Sequence[Tensor]) -> Tensor:
+    return torch.cat(list(tensors), 2) if len(tensors) > 1 else tensors[0].contiguous()
 
 
 def _chunk_messages(chunk: Tensor, ranges: tuple[Range, ...]) -> list[Tensor]:
@@ -296,7 +382,3 @@ def _taken(target: Tensor, ranges: tuple[Range, ...], source: Tensor) -> list[tu
         return [(target, source[row_index(ranges, source.device)])]
     parts = _chunk_messages(target, ranges)
     return [(part, source[a:b]) for part, (a, b) in zip(parts, ranges, strict=True)]
-
-
-def _count(ranges: tuple[Range, ...]) -> int:
-    return sum(b - a for a, b in ranges)

@@ -26,7 +26,7 @@ from torch import Tensor
 from tilewise.core.torch_private import share, symmetric_tensor
 from tilewise.distributed.ranks import Ranks, gather, on_stream, ranks_of
 
-KEYS, GRADIENTS = "keys", "gradients"  # what is read while the other is published has memory of its own
+KEYS, GRADIENTS, HEADS = "keys", "gradients", "heads"  # what is read while others are published
 IS_ALLOWED = os.environ.get("TILEWISE_PEER_MEMORY") != "0"
 ALIGNMENT = 256  # bytes, of a slot
 STEP = 32 << 20  # bytes by which a rank's memory grows
@@ -147,23 +147,29 @@ class PeerMemory:
         self.is_captured = False
         self.views: dict[tuple[Any, ...], Tensor] = {}  # as short calls would make the same again
 
-    def publish(self, tensors: Sequence[tuple[Tensor, ...]], stream: torch.cuda.Stream | None) -> None:
+    def publish(
+        self, tensors: Sequence[Sequence[Tensor]], stream: torch.cuda.Stream | None, first_slot: int = 0
+    ) -> None:
         """Let all ranks read a tensor in each slot: none, one, or several side by side in dimension 2.
 
-        What was published before is gone then: each rank has to have waited for what it read of it.
+        With the first slot what was published before is gone: each rank has to have waited for what it read
+        of it. With another slot it is left where it is.
 
         stream: the current one; None on a CPU.
         """
-        self._follow(stream)
-        self.wait_for_all()
-        for slot, parts in enumerate(tensors):
+        if first_slot == 0:
+            self._follow(stream)
+            self.wait_for_all()
+        for slot, parts in enumerate(tensors, first_slot):
             if not parts:
                 continue
-            first, shape = parts[0], list(parts[0].shape)
+            shape = list(parts[0].shape)
             if len(parts) > 1:
                 shape[2] = sum(t.shape[2] for t in parts)
-            target = self.read(self.ranks.peers[self.ranks.rank], slot, shape, first.dtype)
-            torch.cat(parts, 2, out=target) if len(parts) > 1 else target.copy_(first)
+            target = self.read(self.ranks.peers[self.ranks.rank], slot, shape, parts[0].dtype)
+            places = target.split([t.shape[2] for t in parts], 2) if len(parts) > 1 else (target,)
+            for place, t in zip(places, parts, strict=True):  # three times as fast as torch.cat
+                place.copy_(t)
         self.wait_for_all()
 
     def read(self, peer: int, slot: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
