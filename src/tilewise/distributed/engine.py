@@ -20,7 +20,17 @@ from torch.autograd.function import once_differentiable
 
 from tilewise.core.problem import Options
 from tilewise.distributed.heads import Kind, Swap, exchange
-from tilewise.distributed.parts import Extras, Origin, Part, Totals, attend, differentiate, parts_of, tile
+from tilewise.distributed.parts import (
+    Extras,
+    Origin,
+    Part,
+    Totals,
+    attend,
+    differentiate,
+    parts_of,
+    tile,
+    wide,
+)
 from tilewise.distributed.ranks import Ranks
 from tilewise.distributed.schedule import Step
 from tilewise.distributed.wire import Reach, Wire, make_wire
@@ -89,8 +99,9 @@ class SequenceParallel(torch.autograd.Function):
             kept.append((q, k, v, out, lse))
             return (out, _by_token(lse)) if wants_lse else (out,)
 
-        wide = torch.float64 if query.dtype == torch.float64 else torch.float32
-        results = [Kind(False, value.shape[-1], query.dtype), Kind(False, 1, wide)][: 1 + wants_lse]
+        results = [Kind(False, value.shape[-1], query.dtype), Kind(False, 1, wide(query.dtype))][
+            : 1 + wants_lse
+        ]
         out, *lse = exchange(swap, (query, key, value), (False, True, True), results, compute)
         ctx.call = works, swap, [Kind(i > 0, t.shape[-1], t.dtype) for i, t in enumerate((query, key, value))]
         ctx.save_for_backward(*itertools.chain(*kept), *rest)
@@ -182,11 +193,12 @@ class Backward:
     ) -> None:
         """dkeys: what gradients of keys and values are added to, if others have come before."""
         self.work, self.query, self.key, self.value, self.extras = work, query, key, value, extras
-        dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
         self.dquery = Totals(query, query.shape[-1])
         self.dkeys = dkeys or (Totals(key, key.shape[-1]), Totals(value, value.shape[-1]))
         bias = extras.bias
-        self.dbias = torch.zeros_like(bias, dtype=dtype) if bias is not None and needs_bias else None
+        self.dbias = (
+            torch.zeros_like(bias, dtype=wide(query.dtype)) if bias is not None and needs_bias else None
+        )
         self.dcaptured: Tensor | None = None
 
     def run(self, results: tuple[Tensor, Tensor], dout: Tensor, dlse: Tensor | None) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import abc
 import functools
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -21,6 +22,7 @@ from torch import Tensor
 
 from tilewise.distributed import peer_memory
 from tilewise.distributed.layout import Layout
+from tilewise.distributed.parts import wide
 from tilewise.distributed.peer_memory import HEADS, PeerMemory, copy_beside, stream_of
 from tilewise.distributed.ranks import Ranks
 from tilewise.distributed.schedule import Range
@@ -68,12 +70,11 @@ class Swap:
 
 
 @functools.lru_cache(maxsize=128)
-def head_groups(world: int, num_heads: int, num_kv_heads: int, may_share: bool) -> tuple[HeadGroup, ...]:
-    """The heads of each rank. may_share: several groups may have the same KV head."""
+def head_groups(world: int, num_heads: int, num_kv_heads: int, most: int = GROUPS) -> tuple[HeadGroup, ...]:
+    """The heads of each of so many ranks, in at most so many groups."""
     own, own_kv, per_key = num_heads // world, num_kv_heads // world, num_heads // num_kv_heads
-    shares = own_kv <= 1
-    splits = own_kv if not shares else own if may_share else 1
-    count = GROUPS if splits % GROUPS == 0 else 1
+    shares = own_kv <= 1  # groups share the rank's only KV head
+    count = most if (own if shares else own_kv) % most == 0 else 1
     groups = []
     for number in range(count):
         firsts = [rank * own + number * own // count for rank in range(world)]
@@ -87,10 +88,10 @@ def head_groups(world: int, num_heads: int, num_kv_heads: int, may_share: bool) 
 def swap_of(ranks: Ranks, layout: Layout, first: int, num_heads: int, num_kv_heads: int) -> Swap:
     """For members that are ranks `first`, `first + 1`, ... of a layout.
 
-    If there are others, what arrives goes on to them, as whole tensors.
+    If there are others, what arrives goes on to them: as whole tensors, and all heads at once.
     """
     joins = ranks.world == layout.world
-    groups = head_groups(ranks.world, num_heads, num_kv_heads, joins)
+    groups = head_groups(ranks.world, num_heads, num_kv_heads, GROUPS if joins else 1)
     return Swap(ranks, _rows(layout, first, ranks.world), joins, _most(layout, ranks.world), groups)
 
 
@@ -137,9 +138,8 @@ def exchange(
     batch, tokens = tensors[0].shape[0], count_rows(swap.rows[swap.ranks.rank])
     totals = []
     for is_key, dim, dtype in results:
-        of_groups = [group.of(is_key) for group in swap.groups]
-        new = tensors[0].new_zeros if _is_shared(of_groups[0]) else tensors[0].new_empty
-        totals.append(new((batch, tokens, of_groups[-1][-1].stop, dim), dtype=dtype))
+        heads = swap.groups[-1].of(is_key)[-1].stop
+        totals.append(tensors[0].new_empty((batch, tokens, heads, dim), dtype=dtype))
     wire = _make_wire(swap, tensors, are_keys, results, totals)
     wire.start(arriving := wire.bring(0))
     returning = []
@@ -154,20 +154,11 @@ def exchange(
     return tuple(totals)
 
 
-def _is_shared(heads: Heads) -> bool:
-    """Whether several ranks have the same."""
-    return any(a.stop > b.start for a, b in itertools.pairwise(heads))
-
-
 class _Lot(NamedTuple):
     """Tensors that travel as one, side by side along their heads: (tokens, batch, heads, dim) each."""
 
     tensors: Sequence[Tensor]
     heads: Sequence[Heads]  # which of each tensor a group has
-
-    def of(self, rank: int) -> tuple[Tensor, ...]:
-        """A rank's heads of each tensor."""
-        return tuple([t[:, :, own[rank]] for t, own in zip(self.tensors, self.heads, strict=True)])
 
     @property
     def widths(self) -> list[int]:
@@ -175,24 +166,51 @@ class _Lot(NamedTuple):
         return [own[0].stop - own[0].start for own in self.heads]
 
     @property
-    def row_bytes(self) -> int:
+    def row(self) -> tuple[int, int, int]:
+        """The shape of a token of all tensors."""
         _, batch, _, dim = self.tensors[0].shape
-        return batch * sum(self.widths) * dim * self.tensors[0].dtype.itemsize
+        return batch, sum(self.widths), dim
 
-    def new(self, tokens: int) -> Tensor:
-        """Room for a rank's heads of all tensors, side by side."""
-        _, batch, _, dim = self.tensors[0].shape
-        return self.tensors[0].new_empty((tokens, batch, sum(self.widths), dim))
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.tensors[0].dtype
 
-    def split(self, joined: Tensor) -> tuple[Tensor, ...]:
-        """Such room as that for each tensor."""
-        return joined.split(self.widths, 2)
+    def new(self, *tokens: int) -> Tensor:
+        """Room for (*tokens, batch, heads, dim)."""
+        return self.tensors[0].new_empty((*tokens, *self.row))
 
-    def put(self, rank: int, found: Sequence[Tensor], ranges: tuple[Range, ...] | None = None) -> None:
-        """A rank's heads of results: all or some rows of them, added where other ranks have the same."""
-        for target, t, own in zip(self.of(rank), found, self.heads, strict=True):
-            for part, chunk in [(target, t)] if ranges is None else _taken(target, ranges, t):
-                part.add_(chunk) if _is_shared(own) else part.copy_(chunk)
+    def pack(self, target: Tensor) -> None:
+        """What each rank has of the tensors: (ranks, tokens, batch, heads, dim)."""
+        for t, own, part in self._of_all(target):
+            part.copy_(_by_rank(t, own))
+
+    def unpack(self, source: Tensor) -> None:
+        """The way back. A head that several ranks have is their sum."""
+        for t, own, part in self._of_all(source):
+            found = part if part.shape[1] == 1 else part.sum(1, keepdim=True, dtype=wide(t.dtype))
+            _by_rank(t, own).copy_(found)
+
+    def _of_all(self, packed: Tensor) -> list[tuple[Tensor, Heads, Tensor]]:
+        """Each tensor, its heads, and its part of what is packed: (ranks, ranks that share, tokens, ...)."""
+        parts = packed.split(self.widths, -2)
+        return [
+            (t, own, part.unflatten(0, (-1, _sharing(own))))
+            for t, own, part in zip(self.tensors, self.heads, parts, strict=True)
+        ]
+
+
+def _sharing(heads: Heads) -> int:
+    """How many ranks have the same; each of them has one then."""
+    return len(heads) // heads[-1].stop if len(heads) > 1 and heads[0] == heads[1] else 1
+
+
+def _by_rank(t: Tensor, heads: Heads) -> Tensor:
+    """(tokens, batch, all heads, dim) as (ranks, 1, tokens, batch, heads of a rank, dim).
+
+    Ranks that share a head are one.
+    """
+    each = t.unflatten(2, (len(heads) // _sharing(heads), -1))
+    return each[:, :, :, heads[0]].permute(2, 0, 1, 3, 4)[:, None]
 
 
 Place = tuple[int, int]  # of a lot: its group of heads, and which of them it is
@@ -204,11 +222,9 @@ class _Wire(abc.ABC):
     def __init__(self, swap: Swap, brought: list[list[_Lot]], returned: list[list[_Lot]]) -> None:
         """brought, returned: what travels, and where results go, of each group of heads."""
         self.swap, self.brought, self.returned = swap, brought, returned
-        self.me, self.rows = swap.ranks.rank, swap.rows
-        self.device = brought[0][0].tensors[0].device
-        self.leaving: dict[Place, Tensor] = {}
-        world = swap.ranks.world
-        self.others = [(self.me + distance) % world for distance in range(1, world)]
+        self.me, self.world, self.rows = swap.ranks.rank, swap.ranks.world, swap.rows
+        self.tokens = count_rows(self.rows[self.me])
+        self.others = [(self.me + distance) % self.world for distance in range(1, self.world)]
 
     def bring(self, number: int) -> Transfer:
         """Tensors of a group of heads, (batch, tokens of all ranks, heads, dim) each.
@@ -218,33 +234,43 @@ class _Wire(abc.ABC):
         result: list[Tensor] = []
         fetches = []
         for n, lot in enumerate(self.brought[number]):
-            target = lot.new(self.swap.length)
-            for part, own in zip(lot.split(target), lot.of(self.me), strict=True):
-                _put(part, self.rows[self.me], own)
-                result.append(part.transpose(0, 1))
-            fetches += [self._bring((number, n), lot, rank, target) for rank in self.others]
+            packed, target = self._packed((number, n), lot), lot.new(self.swap.length)
+            _put(target, self.rows[self.me], packed[self.me])
+            fetches += [self._bring((number, n), packed, rank, target) for rank in self.others]
+            result += [t.transpose(0, 1) for t in target.split(lot.widths, 2)]
         return transfer_of(tuple(result), fetches)
 
     def give_back(self, number: int, found: tuple[Tensor, ...]) -> Transfer:
         """Results of a group of heads to those whose tokens they are."""
-        by_token, fetches = [t.transpose(0, 1) for t in found], []
+        by_token, fetches, chunks = [t.transpose(0, 1) for t in found], [], []
         for n, lot in enumerate(self.returned[number]):
             tensors, by_token = by_token[: len(lot.tensors)], by_token[len(lot.tensors) :]
-            lot.put(self.me, tensors, self.rows[self.me])
-            self._leave((number, n), tensors)
-            fetches += [self._give_back((number, n), lot, rank) for rank in self.others]
-        return transfer_of((), fetches)
+            joined, chunk = self._joined((number, n), lot, tensors), lot.new(self.world, self.tokens)
+            for part, own in _taken(chunk[self.me], self.rows[self.me], joined):
+                part.copy_(own)
+            fetches += [self._give_back((number, n), joined, rank, chunk[rank]) for rank in self.others]
+            chunks.append((lot, chunk))
+
+        def unpack() -> None:
+            for lot, chunk in chunks:
+                lot.unpack(chunk)
+
+        return transfer_of((), fetches, unpack)
 
     @abc.abstractmethod
-    def _bring(self, place: Place, lot: _Lot, rank: int, target: Tensor) -> Fetch:
+    def _packed(self, place: Place, lot: _Lot) -> Tensor:
+        """What each rank wants of a lot: (ranks, tokens, batch, heads, dim)."""
+
+    @abc.abstractmethod
+    def _bring(self, place: Place, packed: Tensor, rank: int, target: Tensor) -> Fetch:
         """A rank's tokens of a lot, into those of all."""
 
     @abc.abstractmethod
-    def _leave(self, place: Place, results: Sequence[Tensor]) -> None:
-        """Results for the tokens of all ranks, which others take theirs of."""
+    def _joined(self, place: Place, lot: _Lot, results: Sequence[Tensor]) -> Tensor:
+        """Results for the tokens of all ranks, which others take theirs of: (tokens, batch, heads, dim)."""
 
     @abc.abstractmethod
-    def _give_back(self, place: Place, lot: _Lot, rank: int) -> Fetch:
+    def _give_back(self, place: Place, joined: Tensor, rank: int, chunk: Tensor) -> Fetch:
         """This rank's tokens of what another has found."""
 
     @abc.abstractmethod
@@ -255,31 +281,32 @@ class _Wire(abc.ABC):
 class _Messages(_Wire):
     """By messages, which any group has."""
 
-    def _bring(self, place: Place, lot: _Lot, rank: int, target: Tensor) -> Fetch:
-        ranges, mine = self.rows[rank], _joined(lot.of(rank))
-        sends = [(rank, m) for m in _chunk_messages(mine, self.rows[self.me])]
+    def _packed(self, place: Place, lot: _Lot) -> Tensor:
+        packed = lot.new(self.world, self.tokens)
+        lot.pack(packed)
+        return packed
+
+    def _bring(self, place: Place, packed: Tensor, rank: int, target: Tensor) -> Fetch:
+        ranges = self.rows[rank]
+        sends = [(rank, m) for m in _chunk_messages(packed[rank], self.rows[self.me])]
         if len(ranges) <= MAX_MESSAGES:
             return Fetch([(rank, target[a:b]) for a, b in ranges], sends=sends)
-        chunk = lot.new(count_rows(ranges))
+        chunk = target.new_empty((count_rows(ranges), *target.shape[1:]))
         return Fetch([(rank, chunk)], functools.partial(_put, target, ranges, chunk), sends)
 
-    def _leave(self, place: Place, results: Sequence[Tensor]) -> None:
-        self.leaving[place] = _joined(results)
+    def _joined(self, place: Place, lot: _Lot, results: Sequence[Tensor]) -> Tensor:
+        return torch.cat(list(results), 2) if len(results) > 1 else results[0].contiguous()
 
-    def _give_back(self, place: Place, lot: _Lot, rank: int) -> Fetch:
-        ranges, leaving = self.rows[rank], self.leaving[place]
+    def _give_back(self, place: Place, joined: Tensor, rank: int, chunk: Tensor) -> Fetch:
+        ranges = self.rows[rank]
         is_packed = len(ranges) > MAX_MESSAGES
-        theirs = (
-            [leaving[row_index(ranges, leaving.device)]] if is_packed else [leaving[a:b] for a, b in ranges]
-        )
-        chunk = lot.new(count_rows(self.rows[self.me]))
+        theirs = [joined[row_index(ranges, joined.device)]] if is_packed else [joined[a:b] for a, b in ranges]
         receives = [(rank, m) for m in _chunk_messages(chunk, self.rows[self.me])]
-        put = functools.partial(lot.put, rank, lot.split(chunk))
-        return Fetch(receives, put, [(rank, m) for m in theirs])
+        return Fetch(receives, sends=[(rank, m) for m in theirs])
 
     def start(self, transfer: Transfer) -> None:
         transfer.works = self.swap.ranks.exchange(transfer.sends, transfer.receives)
-        self.swap.ranks.let_messages_begin(self.device)
+        self.swap.ranks.let_messages_begin(self.brought[0][0].tensors[0].device)
 
 
 class _Reads(_Wire):
@@ -288,34 +315,36 @@ class _Reads(_Wire):
     def __init__(
         self, swap: Swap, brought: list[list[_Lot]], returned: list[list[_Lot]], memory: PeerMemory
     ) -> None:
-        """memory: with a slot for each rank of each lot that is brought, and for each that is returned."""
+        """memory: with a slot for each lot that is brought, and for each that is returned."""
         super().__init__(swap, brought, returned)
-        self.memory, self.stream, world = memory, stream_of(memory.device), swap.ranks.world
-        self.slots = {place: world * n for n, place in enumerate(_places(brought))}
-        first = world * len(self.slots)
-        self.back = {place: first + n for n, place in enumerate(_places(returned))}
-        lots = itertools.product(itertools.chain(*brought), range(world))
-        memory.publish([() if rank == self.me else lot.of(rank) for lot, rank in lots], self.stream)
+        self.memory, self.stream = memory, stream_of(memory.device)
+        self.packed = dict(zip(_places(brought), itertools.count(), strict=False))
+        self.back = dict(zip(_places(returned), itertools.count(len(self.packed)), strict=False))
+        memory.begin(self.stream)
+        for place in self.packed:
+            lot = brought[place[0]][place[1]]
+            lot.pack(self._packed(place, lot))
+        memory.show()
 
-    def _bring(self, place: Place, lot: _Lot, rank: int, target: Tensor) -> Fetch:
+    def _packed(self, place: Place, lot: _Lot) -> Tensor:
+        return self._read(self.me, self.packed[place], (self.world, self.tokens, *lot.row), lot.dtype)
+
+    def _bring(self, place: Place, packed: Tensor, rank: int, target: Tensor) -> Fetch:
         count = count_rows(self.rows[rank])
-        theirs = self._read(rank, self.slots[place] + self.me, (count, *target.shape[1:]), target.dtype)
+        shape = self.world, count, *target.shape[1:]
+        theirs = self._read(rank, self.packed[place], shape, target.dtype)[self.me]
         return fetch(theirs, ((0, count),), target, self.rows[rank])
 
-    def _leave(self, place: Place, results: Sequence[Tensor]) -> None:
-        self.memory.publish([results], self.stream, self.back[place])
+    def _joined(self, place: Place, lot: _Lot, results: Sequence[Tensor]) -> Tensor:
+        joined = self._read(self.me, self.back[place], (self.swap.length, *lot.row), lot.dtype)
+        for part, t in zip(joined.split(lot.widths, 2), results, strict=True):
+            part.copy_(t)
+        self.memory.show()
+        return joined
 
-    def _give_back(self, place: Place, lot: _Lot, rank: int) -> Fetch:
-        ranges = self.rows[self.me]
-        chunk = lot.new(count_rows(ranges))
-        theirs = self._read(rank, self.back[place], (self.swap.length, *chunk.shape[1:]), chunk.dtype)
-        copies, unpack = fetch(theirs, ranges, chunk, ((0, len(chunk)),))[:2]
-
-        def put() -> None:
-            unpack()
-            lot.put(rank, lot.split(chunk))
-
-        return Fetch(copies, put)
+    def _give_back(self, place: Place, joined: Tensor, rank: int, chunk: Tensor) -> Fetch:
+        theirs = self._read(rank, self.back[place], joined.shape, joined.dtype)
+        return fetch(theirs, self.rows[self.me], chunk, ((0, self.tokens),))
 
     def _read(self, rank: int, slot: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         return self.memory.read(self.swap.ranks.peers[rank], slot, shape, dtype)
@@ -343,8 +372,9 @@ def _make_wire(
         of_group = [(t, group.of(k.is_key)) for t, k in wanted if group.returns_keys or not k.is_key]
         returned.append(_lots(swap, of_group))
     one, all_ = swap.most
-    sizes = [one * lot.row_bytes for lot in itertools.chain(*brought) for _ in range(swap.ranks.world)]
-    sizes += [all_ * lot.row_bytes for lot in itertools.chain(*returned)]
+    rows = [(one * swap.ranks.world, lot) for lot in itertools.chain(*brought)]
+    rows += [(all_, lot) for lot in itertools.chain(*returned)]
+    sizes = [count * math.prod(lot.row) * lot.dtype.itemsize for count, lot in rows]
     memory = peer_memory.memory_of(swap.ranks, tensors[0].device, HEADS, sizes)
     return _Messages(swap, brought, returned) if memory is None else _Reads(swap, brought, returned, memory)
 
@@ -355,10 +385,6 @@ def _lots(swap: Swap, tensors: Sequence[tuple[Tensor, Heads]]) -> list[_Lot]:
     if swap.joins and len({(t.dtype, t.shape[-1]) for t, _ in given}) == 1:
         return [_Lot([t for t, _ in given], [heads for _, heads in given])]
     return [_Lot([t], [heads]) for t, heads in given]
-
-
-def _joined(tensors: Sequence[Tensor]) -> Tensor:
-    return torch.cat(list(tensors), 2) if len(tensors) > 1 else tensors[0].contiguous()
 
 
 def _chunk_messages(chunk: Tensor, ranges: tuple[Range, ...]) -> list[Tensor]:

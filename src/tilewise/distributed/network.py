@@ -67,7 +67,7 @@ def _measure(ranks: Ranks, dtype: torch.dtype, device: torch.device) -> Network:
             torch.autograd.grad(attention(leaf, leaf, leaf), leaf, x)  # type: ignore[arg-type]
 
     if (memory := peer_memory.memory_of(ranks, device, KEYS, [large])) is not None:
-        memory.publish([(message,)], stream_of(device))
+        memory.publish([message], stream_of(device))
 
     def exchange(size: int, targets: list[int], sources: list[int]) -> Callable[[], object]:
         if memory is not None:

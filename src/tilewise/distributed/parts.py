@@ -1,7 +1,7 @@
 """The blocks of a step as calls of one-device attention, dense or packed, and their results put together.
 
 Results are put together in few passes over memory, by sums in float32 and one rounding. They wait until there
-are six, or more than three's memory, or nothing comes after them. Where the first has all rows and the right
+are six, or more than four's memory, or nothing comes after them. Where the first has all rows and the right
 dtype, the others are added to it in place, in their rows only: what a single part gives is never copied.
 """
 
@@ -31,7 +31,7 @@ from tilewise.gpu.launch.launch_plan import HAS_TRITON
 
 NEG_INF = float("-inf")
 MOST = 6  # that wait: as many as one launch takes
-MOST_WHOLE = 3  # or as many rows of them as so many whole ones have
+MOST_WHOLE = 4  # or as many rows of them as so many whole ones have
 
 
 class Extras(NamedTuple):
@@ -274,6 +274,11 @@ class Share(NamedTuple):
         return self.start + self.out.shape[1]
 
 
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """What sums of a dtype, and lse, are in."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
 class Totals:
     """out and lse over disjoint keys, merged; or, without lse, gradients, added."""
 
@@ -281,7 +286,7 @@ class Totals:
         """like: (batch, tokens, heads, any). Results have this dtype, unless `finish` is told another."""
         batch, tokens, heads, _ = like.shape
         self.like, self.shape, self.has_lse = like, (batch, tokens, heads, dim), has_lse
-        self.wide = torch.float64 if like.dtype == torch.float64 else torch.float32
+        self.wide = wide(like.dtype)
         self.waiting: list[Share] = []
 
     def add(self, start: int, out: Tensor, lse: Tensor | None = None) -> None:

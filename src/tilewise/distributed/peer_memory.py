@@ -147,29 +147,20 @@ class PeerMemory:
         self.is_captured = False
         self.views: dict[tuple[Any, ...], Tensor] = {}  # as short calls would make the same again
 
-    def publish(
-        self, tensors: Sequence[Sequence[Tensor]], stream: torch.cuda.Stream | None, first_slot: int = 0
-    ) -> None:
-        """Let all ranks read a tensor in each slot: none, one, or several side by side in dimension 2.
+    def publish(self, tensors: Sequence[Tensor], stream: torch.cuda.Stream | None) -> None:
+        """Let all ranks read a tensor in each slot. stream: the current one; None on a CPU."""
+        self.begin(stream)
+        for slot, t in enumerate(tensors):
+            self.read(self.ranks.peers[self.ranks.rank], slot, t.shape, t.dtype).copy_(t)
+        self.show()
 
-        With the first slot what was published before is gone: each rank has to have waited for what it read
-        of it. With another slot it is left where it is.
+    def begin(self, stream: torch.cuda.Stream | None) -> None:
+        """What was published before is gone: each rank has to have waited for what it read of it."""
+        self._follow(stream)
+        self.wait_for_all()
 
-        stream: the current one; None on a CPU.
-        """
-        if first_slot == 0:
-            self._follow(stream)
-            self.wait_for_all()
-        for slot, parts in enumerate(tensors, first_slot):
-            if not parts:
-                continue
-            shape = list(parts[0].shape)
-            if len(parts) > 1:
-                shape[2] = sum(t.shape[2] for t in parts)
-            target = self.read(self.ranks.peers[self.ranks.rank], slot, shape, parts[0].dtype)
-            places = target.split([t.shape[2] for t in parts], 2) if len(parts) > 1 else (target,)
-            for place, t in zip(places, parts, strict=True):  # three times as fast as torch.cat
-                place.copy_(t)
+    def show(self) -> None:
+        """What is written to the rank's own slots may be read now. All ranks take part."""
         self.wait_for_all()
 
     def read(self, peer: int, slot: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:

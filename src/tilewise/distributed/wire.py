@@ -196,7 +196,7 @@ class Reads:
         self.ranks, self.steps, self.reach, self.own = ranks, steps, reach, own
         self.keys, self.gradients = memories[0], memories[-1]
         self.stream = stream_of(own[0].device)
-        self.keys.publish([(_slice(t, reach.published),) for t in own], self.stream)
+        self.keys.publish([_slice(t, reach.published) for t in own], self.stream)
 
     def bring_keys(self, number: int) -> Transfer:
         step, far = self.steps[number], self.reach.steps[number - 1].receives
@@ -211,14 +211,23 @@ class Reads:
 
     def return_gradients(self, number: int, theirs: Rows, totals: KeyTotals) -> Transfer:
         step, far = self.steps[number], self.reach.steps[number - 1].sends
-        self.gradients.publish([(t,) for t in theirs], self.stream)
+        self.gradients.publish(theirs, self.stream)
         there = {message.peer: rows for message, rows in zip(step.sends, far, strict=True)}
-        incoming = _incoming(step, theirs)
-        found = [
-            self._read(self.gradients, m.peer, which, there[m.peer], rows, ((0, len(rows)),))
-            for m, which, rows in incoming
-        ]
-        return transfer_of((), found, functools.partial(_add, incoming, totals))
+        incoming, found = [], []
+        for message, (which, t) in itertools.product(step.sends, enumerate(theirs)):
+            first, end = message.rows[0][0], message.rows[-1][1]
+            rows = _new_rows(t, end - first)
+            if len(message.rows) > 1:
+                rows.zero_()  # what lies between
+            here = tuple((a - first, b - first) for a, b in message.rows)
+            found.append(self._read(self.gradients, message.peer, which, there[message.peer], rows, here))
+            incoming.append((first, which, rows))
+
+        def add() -> None:
+            for first, which, rows in incoming:
+                totals[which].add(first, rows.transpose(0, 1))
+
+        return transfer_of((), found, add)
 
     def start(self, transfers: Sequence[Transfer]) -> None:
         works = copy_beside([read for transfer in transfers for read in transfer.receives], self.stream)
