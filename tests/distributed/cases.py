@@ -471,8 +471,7 @@ def window_by_function(group):
     with mock.patch("tilewise.distributed.engine.run", wraps=engine.run) as run:
         out = context_parallel_attention(own, own, own, mask_mod=window, method="ring", **where)
     close(unshard(out, **where), attention(q, q, q, causal=True, window=(4, None)), "out")
-    [work] = run.call_args.args[0]
-    return [step.keys for step in work.steps]
+    return [step.keys for step in run.call_args.args[0].steps]
 
 
 def functions_of_documents(group, method, balance, cu_seqlens, options):

@@ -26,7 +26,7 @@ from tilewise.core.plan import Results
 from tilewise.core.problem import Inputs, Options, describe
 from tilewise.core.signature import Gpu
 from tilewise.core.statistics import Aux
-from tilewise.gpu.launch import combine, launcher
+from tilewise.gpu.launch import combine, gather, launcher
 from tilewise.gpu.triton import backward, forward, launch
 from tilewise.gpu.triton.statistics.plan import StatisticsPlan
 
@@ -177,6 +177,8 @@ def case_inputs(case: Case) -> Inputs:
 def compile_case(name: str, capability: int) -> list[dict[str, Any]]:
     if name == "combine":
         return compile_combine(capability)
+    if name == "gather":
+        return compile_gather(capability)
     case = CASES[name]
     inputs = case_inputs(case)
     problem = describe(inputs, Options(**case.options))
@@ -205,6 +207,20 @@ def compile_combine(capability: int) -> list[dict[str, Any]]:
                 combine.combine(target, lse, parts, 3, 500)
 
     return compiled_rows("combine", run, capability)
+
+
+def compile_gather(capability: int) -> list[dict[str, Any]]:
+    """Heads of tokens of 4 ranks, and tokens of their heads; one head of latent attention, of many ranks."""
+    make = functools.partial(torch.empty, device="meta")
+
+    def run() -> None:
+        for parts, heads, dim, count in ((1, 4, 128, 4), (4, 4, 128, 4), (1, 1, 576, gather.MOST)):
+            places = make(512, parts, dtype=torch.int32)
+            target = make(512, parts, 1, heads, dim, dtype=torch.bfloat16)
+            sources = [make(128, 1, heads * count, dim, dtype=torch.bfloat16)[:, :, :heads]] * count
+            gather.gather(target, sources, places, places)
+
+    return compiled_rows("gather", run, capability)
 
 
 def compiled_rows(
@@ -278,7 +294,7 @@ def main() -> None:
     if sys.argv[2:] == ["lengths"]:
         print(json.dumps(variants_over_lengths(capability)))
     else:
-        print_rows(lambda name: compile_case(name, capability), [*CASES, "combine"], sys.argv[2:])
+        print_rows(lambda name: compile_case(name, capability), [*CASES, "combine", "gather"], sys.argv[2:])
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from tilewise.core.problem import Inputs, Options
 from tilewise.distributed import engine
 from tilewise.distributed.cost import choose as choose_method, sizes_of
 from tilewise.distributed.faults import agree, batch_of_one, check_call, facts_of
-from tilewise.distributed.heads import swap_of
+from tilewise.distributed.heads import heads_of, heads_to_tokens, swap_of, tokens_to_heads
 from tilewise.distributed.layout import Layout, is_dtensor, layout_of, shards_of
 from tilewise.distributed.network import Network, measured
 from tilewise.distributed.parts import Extras, Origin
@@ -265,26 +265,29 @@ def _run(
         those.connect(inputs.query.device)
     extras = Extras(*(getattr(inputs, name) for name in Extras._fields))
     query, key, value, sinks = inputs.query, inputs.key, inputs.value, inputs.sinks
+    origin = Origin(0, query.shape[2], tokens.starts)
     if extras.dropout_seed is not None:
         extras = extras._replace(dropout_seed=ranks.of_first(extras.dropout_seed.to(query.device)))
+    heads, kv_heads = heads_of(degree, query.shape[2], key.shape[2])
+    if degree > 1:
+        swap = swap_of(inner, tokens, ranks.rank // degree * degree)
+        extras, sinks = _of_heads(extras, sinks, heads[inner.rank])
+        origin = origin._replace(first_head=heads[inner.rank].start)
+        query, key, value = tokens_to_heads(swap, (query, key, value), (heads, kv_heads, kv_heads))
     pattern = "all_gather" if method == "all_gather" else "ring"
     schedule = joined_schedule(tokens, degree, outer.rank, rules := _rules(options, extras), pattern)
     packs = len(tokens.starts) > 2 and not rules.needs_tokens
     make_reach = functools.partial(joined_reach, tokens, degree, outer.rank, rules, pattern)
-    work = functools.partial(engine.Work, outer, *schedule, options, backend, packs, make_reach=make_reach)
-    origin = Origin(0, query.shape[2], tokens.starts)
+    most_heads = max(h.stop - h.start for h in kv_heads)
+    work = engine.Work(outer, *schedule, options, backend, packs, origin, make_reach, most_heads)
+    out, lse = engine.run(work, query, key, value, extras, sinks)
     if degree == 1:
-        alone = work(origin=origin, most_heads=key.shape[2])
-        return engine.run((alone,), None, (query, key, value), [(extras, sinks)], wants_lse)
-    swap = swap_of(inner, tokens, ranks.rank // degree * degree, query.shape[2], key.shape[2])
-    own = [group.queries[inner.rank] for group in swap.groups]
-    most = [max(h.stop - h.start for h in group.keys) for group in swap.groups]
-    works = tuple(
-        work(origin=origin._replace(first_head=heads.start), most_heads=most_heads)
-        for heads, most_heads in zip(own, most, strict=True)
-    )
-    given = [_of_heads(extras, sinks, heads) for heads in own]
-    return engine.run(works, swap, (query, key, value), given, wants_lse)
+        return out, lse
+    (out,) = heads_to_tokens(swap, (out,), (heads,))
+    if not wants_lse:
+        return out, None
+    (lse,) = heads_to_tokens(swap, (lse.transpose(1, 2)[..., None],), (heads,))
+    return out, lse[..., 0].transpose(1, 2)
 
 
 def _of_heads(extras: Extras, sinks: Tensor | None, heads: slice) -> tuple[Extras, Tensor | None]:

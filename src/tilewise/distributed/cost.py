@@ -9,9 +9,9 @@ Bytes of other nodes come on top, at the speed between nodes.
 
 `taken`: a GPU's messages are kernels, which hold some of its multiprocessors, also while they wait for a rank
 that is late. Where ranks read each other's memory it is what publishing and waiting for each other costs.
-In the backward the rank's own work is the first and the last step. Ulysses adds two exchanges of heads for
-tokens, there and back: where heads go in groups, those of one group in the open and the others beside work.
-Blocks are taken to run at the speed of long sequences, and merging to be free.
+In the backward the rank's own work is the first and the last step. Ulysses adds two exchanges
+of heads for tokens, which nothing overlaps. Blocks are taken to run at the speed of long sequences, and
+merging to be free.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ import torch
 from tilewise.api import window_bounds
 from tilewise.core.checks import check_flag, shown
 from tilewise.core.mask import Visibility
-from tilewise.distributed.heads import head_groups
 from tilewise.distributed.layout import Layout, layout_of
 from tilewise.distributed.network import BACKWARD_FLOPS, Network, check_counts, check_network
 from tilewise.distributed.ranks import Ranks
@@ -198,7 +197,7 @@ def estimate(
     )
     flops = _flops(own)
     row = sizes.batch * own.num_kv_heads * (sizes.head_dim + sizes.head_dim_v)
-    exchange = _exchange(layout, degree, sizes, network, backward)
+    exchange, moved = _exchange(layout, degree, sizes, network, backward)
     seconds = compute = 0.0
     received = held = 0
     for rank in ranks:
@@ -206,10 +205,9 @@ def estimate(
         schedules = [make_schedule(joined, rank, rules, pattern, b) for b in (False, True)[: 1 + backward]]
         passes = [walk.time(steps, flops, is_back) for steps, is_back in zip(schedules, (False, True))]
         rank_seconds, rank_compute = (sum(column) for column in zip(*passes, strict=True))
-        rank_seconds = exchange.with_work(rank_seconds, network.taken)
-        if rank_seconds > seconds:
-            seconds, compute = rank_seconds, rank_compute
-        received = max(received, walk.received(schedules[0], backward) + exchange.received)
+        if exchange + rank_seconds > seconds:
+            seconds, compute = exchange + rank_seconds, rank_compute
+        received = max(received, walk.received(schedules[0], backward) + moved)
         held = max(held, walk.held(schedules[0], pattern) * sizes.itemsize)
     whole = _flops(sizes) * _pairs(layout, rules)
     backward_flops = network.backward_flops or network.flops
@@ -285,28 +283,18 @@ def _seconds(network: Network, rank: int, loads: Sequence[tuple[int, float]]) ->
     return seconds + far / network.far_bandwidth if network.far_bandwidth else seconds
 
 
-class _Exchange(NamedTuple):
-    """Of heads for tokens and back; a backward does the same again."""
-
-    travel: float = 0.0  # seconds
-    alone: float = 0.0  # of them, beside no work
-    received: int = 0  # bytes
-
-    def with_work(self, seconds: float, taken: float) -> float:
-        return max(self.alone + seconds + taken * self.travel, self.travel)
-
-
-def _exchange(layout: Layout, degree: int, sizes: Sizes, network: Network, backward: bool) -> _Exchange:
+def _exchange(
+    layout: Layout, degree: int, sizes: Sizes, network: Network, backward: bool
+) -> tuple[float, int]:
+    """(seconds, bytes) of heads for tokens and back; a backward does the same again."""
     if degree == 1:
-        return _Exchange()
+        return 0.0, 0
     tokens = max(layout.length(r) for r in (0, layout.world - 1)) * sizes.batch
     both = sizes.head_dim + sizes.head_dim_v
     numbers = sizes.num_heads * both + max(sizes.num_kv_heads, degree) * both
     to_peer = tokens * numbers * sizes.itemsize / degree
-    is_whole = degree == layout.world
-    groups = len(head_groups(degree, sizes.num_heads, sizes.num_kv_heads)) if is_whole else 1
-    alone = sum(  # of two exchanges, there and back, of a group of heads: together all its bytes
-        _seconds(network, 0, [(peer, size / groups) for peer in range(1, degree)]) for size in (to_peer, 0.0)
-    )
     times = 2 if backward else 1
-    return _Exchange(times * groups * alone, times * alone, int(times * to_peer * (degree - 1)))
+    seconds = sum(  # of two exchanges: there, and back; together all bytes
+        _seconds(network, 0, [(peer, size) for peer in range(1, degree)]) for size in (to_peer, 0.0)
+    )
+    return times * seconds, int(times * to_peer * (degree - 1))

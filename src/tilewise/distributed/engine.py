@@ -9,8 +9,7 @@ read each other's memory publish in it.
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +18,6 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from tilewise.core.problem import Options
-from tilewise.distributed.heads import Kind, Swap, exchange
 from tilewise.distributed.parts import (
     Extras,
     Origin,
@@ -60,93 +58,48 @@ class Work:
 
 
 def run(
-    works: tuple[Work, ...],
-    swap: Swap | None,
-    inputs: tuple[Tensor, Tensor, Tensor],
-    given: Sequence[tuple[Extras, Tensor | None]],
-    wants_lse: bool,
-) -> tuple[Tensor, Tensor | None]:
-    """out (batch, tokens of the rank, heads, dim) and, if wanted, lse (batch, heads, tokens of the rank).
-
-    Differentiable.
+    work: Work, query: Tensor, key: Tensor, value: Tensor, extras: Extras, sinks: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """out and lse of this rank's queries over the keys of all ranks. Differentiable.
 
     Args:
-        works: what is to be done with each group of heads of `swap`; one, where that is None.
-        inputs: query, key and value, (batch, tokens of the rank, heads, dim).
-        given: extras and sinks (heads,) of each group.
+        query: (batch, tokens of the rank, heads, head_dim); key, value: likewise, with their heads.
+        sinks: (heads,).
     """
-    rest = [t for extras, sinks in given for t in (*extras, sinks)]
-    return SequenceParallel.apply(works, swap, wants_lse, *inputs, *rest)  # type: ignore[no-any-return]
-
-
-PER_GROUP = len(Extras._fields) + 1  # tensors: extras and sinks
+    return SequenceParallel.apply(work, query, key, value, *extras, sinks)  # type: ignore[no-any-return]
 
 
 class SequenceParallel(torch.autograd.Function):
-    """Attention whose keys are spread over ranks; with a swap their heads are exchanged for tokens before."""
+    """Attention whose keys are spread over ranks."""
 
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any, works: tuple[Work, ...], swap: Swap | None, wants_lse: bool, query: Tensor, key: Tensor,
-        value: Tensor, *rest: Tensor | None,
-    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-        kept: list[tuple[Tensor, ...]] = []
-
-        def compute(number: int, found: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-            q, k, v = found if len(found) == 3 else (*found, *kept[-1][1:3])
-            *extras, sinks = rest[number * PER_GROUP :][:PER_GROUP]
-            out, lse = _forward(works[number], q, k, v, Extras(*extras), sinks)
-            kept.append((q, k, v, out, lse))
-            return (out, _by_token(lse)) if wants_lse else (out,)
-
-        results = [Kind(False, value.shape[-1], query.dtype), Kind(False, 1, wide(query.dtype))][
-            : 1 + wants_lse
-        ]
-        out, *lse = exchange(swap, (query, key, value), (False, True, True), results, compute)
-        ctx.call = works, swap, [Kind(i > 0, t.shape[-1], t.dtype) for i, t in enumerate((query, key, value))]
-        ctx.save_for_backward(*itertools.chain(*kept), *rest)
-        return out, _by_head(lse[0]) if lse else None
+        ctx: Any, work: Work, query: Tensor, key: Tensor, value: Tensor, *rest: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        extras, sinks = Extras(*rest[:-1]), rest[-1]
+        out, lse = _forward(work, query, key, value, extras, sinks)
+        ctx.work = work
+        ctx.save_for_backward(query, key, value, *rest, out, lse)
+        ctx.set_materialize_grads(False)
+        return out, lse
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dout: Tensor, dlse: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        works, swap, results = ctx.call
-        saved, rest = ctx.saved_tensors[: 5 * len(works)], ctx.saved_tensors[5 * len(works) :]
-        done: list[Backward] = []
-        others: list[Tensor | None] = []
-
-        def compute(number: int, found: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-            q, k, v, out, lse = saved[number * 5 :][:5]
-            *extras, sinks = rest[number * PER_GROUP :][:PER_GROUP]
-            needs = ctx.needs_input_grad[-len(rest) + number * PER_GROUP :][:PER_GROUP]
-            group = None if swap is None else swap.groups[number]
-            dkeys = done[-1].dkeys if group is not None and not group.brings_keys else None
-            done.append(backward := Backward(works[number], q, k, v, Extras(*extras), needs[1], dkeys))
-            dout, dlse = found[0], _by_head(found[1]) if len(found) > 1 else None
-            backward.run((out, lse), dout, dlse)
-            dsinks = None
-            if sinks is not None and needs[-1]:
-                delta = (dout.to(lse.dtype) * out).sum(-1).transpose(1, 2)
-                delta = delta if dlse is None else delta - dlse
-                dsinks = -(torch.exp(sinks.to(lse.dtype)[:, None] - lse) * delta).sum((0, 2)).to(sinks.dtype)
-            bias, dbias = extras[1], backward.dbias
-            dbias = None if bias is None or dbias is None else dbias.to(bias.dtype)
-            others.extend((None, dbias, None, backward.dcaptured, None, None, None, dsinks))
-            totals = backward.dquery, *(backward.dkeys if group is None or group.returns_keys else ())
-            return tuple(total.finish()[0].contiguous() for total in totals)
-
-        given = (dout,) if dlse is None else (dout, _by_token(dlse))
-        grads = exchange(swap, given, (False,) * len(given), results, compute)
-        return None, None, None, *grads, *others
-
-
-def _by_token(lse: Tensor) -> Tensor:
-    """(batch, heads, tokens) as (batch, tokens, heads, 1)."""
-    return lse.transpose(1, 2)[..., None]
-
-
-def _by_head(lse: Tensor) -> Tensor:
-    return lse[..., 0].transpose(1, 2)
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        if dout is None and dlse is None:
+            return (None,) * (5 + len(Extras._fields))
+        query, key, value, *rest, sinks, out, lse = ctx.saved_tensors
+        extras = Extras(*rest)
+        dout = torch.zeros_like(out) if dout is None else dout
+        needs_bias = extras.bias is not None and ctx.needs_input_grad[5]
+        backward = Backward(ctx.work, query, key, value, extras, needs_bias)
+        dq, dk, dv, dbias = backward.run((out, lse), dout, dlse)
+        dsinks = None
+        if sinks is not None and ctx.needs_input_grad[-1]:
+            delta = (dout.to(lse.dtype) * out).sum(-1).transpose(1, 2)
+            delta = delta if dlse is None else delta - dlse
+            dsinks = -(torch.exp(sinks.to(lse.dtype)[:, None] - lse) * delta).sum((0, 2)).to(sinks.dtype)
+        return None, dq, dk, dv, None, dbias, None, backward.dcaptured, None, None, None, dsinks
 
 
 def _swapped(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -182,27 +135,21 @@ class Backward:
     """The gradients of one call on one rank."""
 
     def __init__(
-        self,
-        work: Work,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        extras: Extras,
-        needs_bias: bool,
-        dkeys: tuple[Totals, Totals] | None = None,
+        self, work: Work, query: Tensor, key: Tensor, value: Tensor, extras: Extras, needs_bias: bool
     ) -> None:
-        """dkeys: what gradients of keys and values are added to, if others have come before."""
         self.work, self.query, self.key, self.value, self.extras = work, query, key, value, extras
         self.dquery = Totals(query, query.shape[-1])
-        self.dkeys = dkeys or (Totals(key, key.shape[-1]), Totals(value, value.shape[-1]))
+        self.dkeys = Totals(key, key.shape[-1]), Totals(value, value.shape[-1])
         bias = extras.bias
         self.dbias = (
             torch.zeros_like(bias, dtype=wide(query.dtype)) if bias is not None and needs_bias else None
         )
         self.dcaptured: Tensor | None = None
 
-    def run(self, results: tuple[Tensor, Tensor], dout: Tensor, dlse: Tensor | None) -> None:
-        """Add up the gradients."""
+    def run(
+        self, results: tuple[Tensor, Tensor], dout: Tensor, dlse: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """Gradients of query, key and value, and bias, each in its tensor's dtype."""
         work, steps = self.work, self.work.backward_steps
         wire = work.wire(self.key, self.value, is_backward=True)
         arriving = returning = None
@@ -226,6 +173,12 @@ class Backward:
                 theirs = _swapped(tuple(total.finish()[0] for total in totals))
                 returning = wire.return_gradients(number, theirs, self.dkeys)
                 del theirs, totals
+        bias, dbias = self.extras.bias, self.dbias
+        dq, dk, dv = (total.finish()[0].contiguous() for total in (self.dquery, *self.dkeys))
+        return (
+            *(dq, dk, dv),
+            None if bias is None or dbias is None else dbias.to(bias.dtype),
+        )
 
     def _add(
         self,

@@ -26,7 +26,7 @@ from torch import Tensor
 from tilewise.core.torch_private import share, symmetric_tensor
 from tilewise.distributed.ranks import Ranks, gather, on_stream, ranks_of
 
-KEYS, GRADIENTS, HEADS = "keys", "gradients", "heads"  # what is read while others are published
+KEYS, GRADIENTS = "keys", "gradients"  # what is read while the other is published has memory of its own
 IS_ALLOWED = os.environ.get("TILEWISE_PEER_MEMORY") != "0"
 ALIGNMENT = 256  # bytes, of a slot
 STEP = 32 << 20  # bytes by which a rank's memory grows
@@ -148,19 +148,16 @@ class PeerMemory:
         self.views: dict[tuple[Any, ...], Tensor] = {}  # as short calls would make the same again
 
     def publish(self, tensors: Sequence[Tensor], stream: torch.cuda.Stream | None) -> None:
-        """Let all ranks read a tensor in each slot. stream: the current one; None on a CPU."""
-        self.begin(stream)
-        for slot, t in enumerate(tensors):
-            self.read(self.ranks.peers[self.ranks.rank], slot, t.shape, t.dtype).copy_(t)
-        self.show()
+        """Let all ranks read a tensor in each slot.
 
-    def begin(self, stream: torch.cuda.Stream | None) -> None:
-        """What was published before is gone: each rank has to have waited for what it read of it."""
+        What was published before is gone then: each rank has to have waited for what it read of it.
+
+        stream: the current one; None on a CPU.
+        """
         self._follow(stream)
         self.wait_for_all()
-
-    def show(self) -> None:
-        """What is written to the rank's own slots may be read now. All ranks take part."""
+        for slot, t in enumerate(tensors):
+            self.read(self.ranks.peers[self.ranks.rank], slot, t.shape, t.dtype).copy_(t)
         self.wait_for_all()
 
     def read(self, peer: int, slot: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:

@@ -104,7 +104,7 @@ class Messages:
                 if len(message.rows) == 1:
                     rows = _slice(target, message.rows[0])
                 else:
-                    rows = _new_rows(target, count_rows(message.rows))
+                    rows = _new_rows(target, _count(message.rows))
                     packed.append((message, target, rows))
                 receives.append((message.peer, rows))
 
@@ -207,7 +207,7 @@ class Reads:
             for message, there in sorted(pairs, key=lambda pair: self.ranks.turn(pair[0].peer))
             for slot, target in enumerate(arriving)
         ]
-        return transfer_of(arriving, found)
+        return _transfer(arriving, found)
 
     def return_gradients(self, number: int, theirs: Rows, totals: KeyTotals) -> Transfer:
         step, far = self.steps[number], self.reach.steps[number - 1].sends
@@ -227,7 +227,7 @@ class Reads:
             for first, which, rows in incoming:
                 totals[which].add(first, rows.transpose(0, 1))
 
-        return transfer_of((), found, add)
+        return _transfer((), found, add)
 
     def start(self, transfers: Sequence[Transfer]) -> None:
         works = copy_beside([read for transfer in transfers for read in transfer.receives], self.stream)
@@ -246,53 +246,37 @@ class Reads:
         """Rows of what a peer has published in a slot, as rows of target."""
         shape = there[-1][1], *target.shape[1:]
         source = memory.read(self.ranks.peers[peer], slot, shape, target.dtype)
-        return fetch(source, there, target, here)
+        pairs = _in_step(here, there)
+        if len(pairs) <= max(MOST_COPIES, _count(there) * target[:1].nbytes // LONG):
+            return Fetch([(_slice(source, c), _slice(target, a)) for a, c in pairs])
+        first, end = there[0][0], there[-1][1]
+        rows = _new_rows(target, end - first)
+
+        def unpack() -> None:
+            index = row_index(tuple((c - first, d - first) for c, d in there), target.device)
+            target.index_copy_(0, row_index(here, target.device), rows[index])
+
+        return Fetch([(source[first:end], rows)], unpack)
 
 
-MOST_COPIES = 8  # for a message; more if they are long
-LONG = 1 << 20  # bytes of a copy
+MOST_COPIES = 8  # for a message of short ranges: where it has more, all between them is read too, by one
+LONG = 1 << 20  # bytes
 
 
 class Fetch(NamedTuple):
-    """What comes from one rank."""
+    """Copies (source, target), and what is done when they are complete."""
 
-    receives: list[tuple[Any, Tensor]]  # from a rank, or from a tensor in its memory
-    unpack: Callable[[], None] = _nothing  # when all is here
-    sends: Sequence[tuple[int, Tensor]] = ()
-
-
-def fetch(source: Tensor, there: tuple[Range, ...], target: Tensor, here: tuple[Range, ...]) -> Fetch:
-    """Rows of a tensor in another rank's memory, as rows of target."""
-    pairs = _in_step(here, there)
-    rows = count_rows(there)
-    if len(pairs) <= max(MOST_COPIES, rows * target[:1].nbytes // LONG):
-        return Fetch([(_slice(source, c), _slice(target, a)) for a, c in pairs])
-    first, end = there[0][0], there[-1][1]
-    if end - first > 2 * rows:  # most of what lies between is not wanted
-
-        def take() -> None:
-            target.index_copy_(0, row_index(here, target.device), source[row_index(there, source.device)])
-
-        return Fetch([], take)
-    between = _new_rows(target, end - first)
-
-    def unpack() -> None:
-        index = row_index(tuple((c - first, d - first) for c, d in there), target.device)
-        target.index_copy_(0, row_index(here, target.device), between[index])
-
-    return Fetch([(source[first:end], between)], unpack)
+    copies: list[tuple[Any, Tensor]]
+    unpack: Callable[[], None] = _nothing
 
 
-def transfer_of(result: Rows, fetches: Sequence[Fetch], arrive: Callable[[], None] = _nothing) -> Transfer:
-    """Of all of them; `arrive` comes last."""
-
+def _transfer(result: Rows, fetches: list[Fetch], arrive: Callable[[], None] = _nothing) -> Transfer:
     def finish() -> None:
-        for one in fetches:
-            one.unpack()
+        for fetch in fetches:
+            fetch.unpack()
         arrive()
 
-    receives = [receive for one in fetches for receive in one.receives]
-    return Transfer(result, receives, finish, [send for one in fetches for send in one.sends])
+    return Transfer(result, [copy for fetch in fetches for copy in fetch.copies], finish)
 
 
 class Incoming(NamedTuple):
@@ -305,7 +289,7 @@ class Incoming(NamedTuple):
 
 def _incoming(step: Step, theirs: Rows) -> list[Incoming]:
     return [
-        Incoming(message, which, _new_rows(t, count_rows(message.rows)))
+        Incoming(message, which, _new_rows(t, _count(message.rows)))
         for message, (which, t) in itertools.product(step.sends, enumerate(theirs))
     ]
 
@@ -351,7 +335,7 @@ def _slice(t: Tensor, rows: Range) -> Tensor:
     return t if rows == (0, t.shape[0]) else t[rows[0] : rows[1]]
 
 
-def count_rows(rows: tuple[Range, ...]) -> int:
+def _count(rows: tuple[Range, ...]) -> int:
     return sum(b - a for a, b in rows)
 
 
