@@ -15,6 +15,7 @@ import torch
 
 from tilewise import attention, attention_varlen, reference
 from tilewise.distributed import (
+    Network,
     context_parallel_attention,
     engine,
     network,
@@ -270,6 +271,16 @@ def sent_together(group, head_dim_v):
     return [len(call.args[1]) for call in exchange.call_args_list]
 
 
+def chosen(group, wants_gradient):
+    """What "auto" takes where a ring's forward is faster, and Ulysses with its backward."""
+    slow = Network(1e10, 1e7, 0.0)
+    q = shard(torch.randn(1, 256, 4, 16), group=group).requires_grad_(wants_gradient)
+    stop = mock.patch("tilewise.distributed.attention._run", side_effect=KeyError("stopped"))
+    with stop as run, contextlib.suppress(KeyError):
+        context_parallel_attention(q, q, q, group=group, network=slow, causal=True)
+    return run.call_args.args[5]
+
+
 def messages(group, seed, balance, options, cu_seqlens=None):
     """The number of tensors that a rank sends in each exchange of `all_gather`."""
     with mock.patch.object(Ranks, "exchange", autospec=True, side_effect=Ranks.exchange) as exchange:
@@ -351,6 +362,7 @@ def disagree(group, change):
     options = {"causal": True}
     if rank == 1:
         q = q.double() if change == "dtype" else q[:, :3] if change == "length" else q
+        q = q.requires_grad_() if change == "requires_grad" else q
         options = {"causal": False} if change == "option" else options
         options |= {"window": (-1, 0)} if change == "error" else {}
     options |= {"backend": "hopper"} if change == "backend" else {}

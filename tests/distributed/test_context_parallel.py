@@ -154,6 +154,11 @@ def test_ulysses_sends_tensors_that_are_alike_as_one(pool, head_dim_v, tensors):
         assert sent == [tensors, 1, 1, tensors]
 
 
+@pytest.mark.parametrize("wants_gradient, method", [(False, "ring"), (True, "ulysses")])
+def test_the_method_is_that_of_a_forward_alone_where_no_gradient_is_wanted(pool, wants_gradient, method):
+    assert pool.run(2, CASES, "chosen", wants_gradient) == [method, method]
+
+
 def test_a_first_call_in_inference_mode(pool):
     pool.run(2, CASES, "first_call_in_inference_mode")
 
@@ -173,7 +178,13 @@ def test_layouts(pool, balance):
 
 @pytest.mark.parametrize(
     "change, words",
-    [("dtype", "query must"), ("option", "causal must"), ("length", "seqlen"), ("error", "window")],
+    [
+        ("dtype", "query must"),
+        ("option", "causal must"),
+        ("length", "seqlen"),
+        ("requires_grad", "requires_grad must"),
+        ("error", "window"),
+    ],
 )
 def test_ranks_that_disagree_all_raise(pool, change, words):
     for message in pool.run(2, CASES, "disagree", change):

@@ -62,6 +62,18 @@ def test_one_peer_may_be_slower_than_all_together_and_messages_take_multiprocess
     assert found["ring"].seconds == pytest.approx(1 + 0.5 * 3 / 10)
 
 
+def test_what_is_read_is_published_before():
+    """Of half the heads one rank gets 3 tensors of the other's tokens, of half the tokens their results."""
+    options = {"world": 2, "num_heads": 4, "head_dim": 16, "dtype": float16, "backward": False}
+    work = 4000 * 2000 * 2 * 4 * 32
+    moved = 2000 * 2 * 16 * 2  # bytes of a tensor
+    network = Network(flops=work, bandwidth=moved, latency=0.0, publishing=0.25)
+    found = methods(4000, network=network, **options)
+    assert found["ulysses"].seconds == pytest.approx(1 + 4 * 1.25)
+    slow = network._replace(bandwidth=10 * 4 * moved)
+    assert methods(4000, network=slow, **options)["ring"].seconds == pytest.approx(1 + 0.25 / 10)
+
+
 def test_messages_that_start_together_wait_once():
     """A ring of 4: keys, keys, keys with gradients, and gradients twice; heads for tokens there and back."""
     network = Network(flops=1e30, bandwidth=1e30, latency=1.0, per_node=2, far_latency=1.0)

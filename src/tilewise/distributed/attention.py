@@ -80,7 +80,7 @@ def context_parallel_attention(
         method: "ring": keys of one rank travel a step. "all_gather": of all ranks in two steps, in more
             memory. "ulysses": heads are exchanged for tokens; the group's size must divide num_heads. "2d":
             ulysses within ranks that follow each other, a ring across. "auto" is what `explain` says to be
-            fastest.
+            fastest, with a backward if query, key or value wants a gradient: on all ranks, or on none.
         network: for "auto", the speed of messages and of a device, the same on all ranks; None: measured in
             the first call of a group, which takes some messages and a small attention more.
         balance: how `shard` dealt the tokens out; None: "zigzag", of DTensors "contiguous", as they are.
@@ -210,6 +210,8 @@ def attend(
             "method": method, "balance": where.balance, "seqlen": seqlen, "network": network,
             "return_lse": wants_lse, "cu_seqlens": tokens.starts if is_packed else None,
         }  # fmt: skip
+        if method == "auto":
+            found["requires_grad"] = _wants_gradients(inputs)
         if seqlen is None and not is_packed:
             name = "tokens of a rank (seqlen gives their sum where they differ)"
             found[name] = inputs.query.shape[1]
@@ -308,9 +310,14 @@ def _fastest_method(
         network = measured(ranks, query.dtype, query.device)
     may_swap = all(t is None or t.shape[2] == 1 for t in scores)
     rules = _rules(options, Extras(*scores, inputs.alibi_slopes, dropout_seed=inputs.dropout_seed))
-    # not what only some ranks may have: whether gradients are wanted
-    best = choose_method(tokens, rules, sizes_of(inputs), network, True, may_swap).best
+    wants_gradients = _wants_gradients(inputs)
+    best = choose_method(tokens, rules, sizes_of(inputs), network, wants_gradients, may_swap).best
     return best.method, best.degree
+
+
+def _wants_gradients(inputs: Inputs) -> bool:
+    """Of query, key or value: a backward will follow."""
+    return torch.is_grad_enabled() and any(t.requires_grad for t in inputs[:3])
 
 
 def _rules(options: Options, extras: Extras) -> Rules:

@@ -3,14 +3,15 @@
 A rank computes step n while the keys of step n + 1 arrive, in the backward also gradients of step n - 1:
 
     messages = latency + max(bytes / bandwidth, bytes of one peer / bandwidth of one peer)
-    time = sum over steps of max(FLOPs / speed + taken * messages, messages)
+    time = sum over steps of max(FLOPs / speed + (taken + publishing) * messages, messages)
 
 Bytes of other nodes come on top, at the speed between nodes.
 
 `taken`: a GPU's messages are kernels, which hold some of its multiprocessors, also while they wait for a rank
-that is late. Where ranks read each other's memory it is what publishing and waiting for each other costs.
-In the backward the rank's own work is the first and the last step. Ulysses adds two exchanges
-of heads for tokens, which nothing overlaps. Blocks are taken to run at the speed of long sequences, and
+that is late. `publishing`: ranks that read each other's memory copy there what others read, and wait for
+each other. In the backward the rank's own work is the first and the last step. Ulysses adds two exchanges of
+heads for tokens, each messages * (1 + publishing), which nothing overlaps.
+Blocks are taken to run at the speed of long sequences, and
 merging to be free.
 """
 
@@ -244,7 +245,7 @@ class _Walk:
         seconds = self.arrival(back[-1])
         for work, *messages in zip(computing, keys, back[:-1], strict=True):
             travel = self.arrival((*messages[0], *messages[1]))
-            seconds += max(work + self.network.taken * travel, travel)
+            seconds += max(work + (self.network.taken + self.network.publishing) * travel, travel)
         return seconds, sum(computing)
 
     def arrival(self, messages: tuple[Message, ...]) -> float:
@@ -297,4 +298,4 @@ def _exchange(
     seconds = sum(  # of two exchanges: there, and back; together all bytes
         _seconds(network, 0, [(peer, size) for peer in range(1, degree)]) for size in (to_peer, 0.0)
     )
-    return times * seconds, int(times * to_peer * (degree - 1))
+    return times * seconds * (1 + network.publishing), int(times * to_peer * (degree - 1))

@@ -18,7 +18,7 @@ from tilewise.distributed.ranks import Ranks
 
 BACKWARD_FLOPS = 2.5  # of those of the forward: five products instead of two
 TAKEN_BY_NCCL = 0.6  # fitted to runs on two and on four GPUs
-TAKEN_BY_COPIES = 0.45  # likewise to rings: publishing, merging, and waiting for each other
+PUBLISHING = 0.7  # likewise
 
 
 class Network(NamedTuple):
@@ -33,6 +33,7 @@ class Network(NamedTuple):
     backward_flops: float | None = None  # FLOP/s of the backward on one rank; None: as of the forward
     peer_bandwidth: float | None = None  # bytes/s into a rank from one other of its node; None: bandwidth
     taken: float = 0.0  # the share of a rank's speed that messages take while they travel
+    publishing: float = 0.0  # seconds for each in which it is read: of copying it before, and of waiting
 
 
 _measured: dict[tuple[Any, torch.dtype, torch.device], Network] = {}
@@ -89,7 +90,8 @@ def _measure(ranks: Ranks, dtype: torch.dtype, device: torch.device) -> Network:
         latency,
         backward_flops=BACKWARD_FLOPS * flops / max(both - forward, 1e-9),
         peer_bandwidth=large / max(of_one - latency, 1e-9),
-        taken=0.0 if is_cpu else TAKEN_BY_NCCL if memory is None else TAKEN_BY_COPIES,
+        taken=0.0 if is_cpu or memory is not None else TAKEN_BY_NCCL,
+        publishing=0.0 if memory is None else PUBLISHING,
     )
 
 
@@ -146,7 +148,7 @@ def check_network(network: Any) -> None:
             check_counts(**{"network.per_node": value})
         else:
             check_number(f"network.{name}", value)
-            may_be_0 = name.endswith("latency") or name == "taken"
+            may_be_0 = name.endswith("latency") or name in ("taken", "publishing")
             if not (value >= 0 if may_be_0 else value > 0) or value == float("inf"):
                 bound = "at least 0" if may_be_0 else "positive"
                 raise ValueError(f"network.{name}={value} must be finite and {bound}")

@@ -53,7 +53,7 @@ def gather_kernel(
 ):  # fmt: skip
     """Grid: (blocks of ROWS tokens and parts, batch)."""
     batch = tl.program_id(1).to(tl.int64)
-    n = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    n = tl.program_id(0) + tl.arange(0, ROWS) * tl.num_programs(0)  # of all sources at any time
     exists = n < count
     source = tl.load(which + n, mask=exists, other=0)
     at = tl.load(row + n, mask=exists, other=0).to(tl.int64) * source_row + batch * source_batch

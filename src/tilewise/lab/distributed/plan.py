@@ -137,8 +137,9 @@ def compare(found: results.Results, network: Network) -> list[Point]:
     if world < 2:
         raise BenchError(f"a file of suite {found['suite']!r} on one device has nothing to compare with")
     if "network" in found:
-        taken = network.taken if found["device"]["type"] == "cuda" else 0.0
-        network = Network(**found["network"])._replace(taken=taken)
+        recorded = Network(**found["network"])
+        taken = 0.0 if recorded.publishing or found["device"]["type"] != "cuda" else network.taken
+        network = recorded._replace(taken=taken)
     devices = world if found["device"]["type"] == "cuda" else 1
     points = []
     for record in found["cases"]:
