@@ -3,7 +3,7 @@
 A rank computes step n while the keys of step n + 1 arrive, in the backward also gradients of step n - 1:
 
     messages = latency + max(bytes / bandwidth, bytes of one peer / bandwidth of one peer)
-    time = sum over steps of max(FLOPs / speed + (taken + publishing) * messages, messages)
+    time = sum over steps of max(FLOPs / speed + taken * messages, messages) + publishing * messages
 
 Bytes of other nodes come on top, at the speed between nodes.
 
@@ -236,16 +236,16 @@ class _Walk:
 
     def time(self, steps: tuple[Step, ...], flops: int, is_backward: bool) -> tuple[float, float]:
         """(seconds, seconds of computing alone). flops: of the forward, for each visible pair."""
-        speed = self.network.flops
+        network, speed = self.network, self.network.flops
         if is_backward:
-            flops, speed = int(BACKWARD_FLOPS * flops), self.network.backward_flops or speed
+            flops, speed = int(BACKWARD_FLOPS * flops), network.backward_flops or speed
         computing = [flops * sum(b.pairs for b in step.blocks) / speed for step in steps]
         keys = [*(step.receives for step in steps[1:]), ()]
         back = [(), *(step.sends if is_backward else () for step in steps)]
         seconds = self.arrival(back[-1])
         for work, *messages in zip(computing, keys, back[:-1], strict=True):
             travel = self.arrival((*messages[0], *messages[1]))
-            seconds += max(work + (self.network.taken + self.network.publishing) * travel, travel)
+            seconds += max(work + network.taken * travel, travel) + network.publishing * travel
         return seconds, sum(computing)
 
     def arrival(self, messages: tuple[Message, ...]) -> float:

@@ -11,7 +11,7 @@ import typer
 
 from tilewise.distributed import Network, explain
 from tilewise.distributed.cost import Choice
-from tilewise.distributed.network import TAKEN_BY_NCCL
+from tilewise.distributed.network import PUBLISHING, TAKEN_BY_NCCL
 from tilewise.lab.bench import results
 from tilewise.lab.bench.cases import Case
 from tilewise.lab.bench.cli import one_line_errors
@@ -122,6 +122,7 @@ class Point(NamedTuple):
     method: str
     measured: float
     predicted: float
+    is_chosen: bool  # by `method="auto"`
 
 
 def compare(found: results.Results, network: Network) -> list[Point]:
@@ -137,9 +138,10 @@ def compare(found: results.Results, network: Network) -> list[Point]:
     if world < 2:
         raise BenchError(f"a file of suite {found['suite']!r} on one device has nothing to compare with")
     if "network" in found:
-        recorded = Network(**found["network"])
-        taken = 0.0 if recorded.publishing or found["device"]["type"] != "cuda" else network.taken
-        network = recorded._replace(taken=taken)
+        recorded = Network(**found["network"])  # the model's constants are today's
+        publishing = PUBLISHING if recorded.publishing else 0.0
+        taken = 0.0 if publishing or found["device"]["type"] != "cuda" else network.taken
+        network = recorded._replace(taken=taken, publishing=publishing)
     devices = world if found["device"]["type"] == "cuda" else 1
     points = []
     for record in found["cases"]:
@@ -148,21 +150,24 @@ def compare(found: results.Results, network: Network) -> list[Point]:
             continue
         speed = record["flops"] * devices / world / results.median(alone)
         of_case = network._replace(flops=speed, backward_flops=None)
-        for e in _explain_case(Case.from_json(record["case"]), world, of_case).estimates:
+        choice = _explain_case(Case.from_json(record["case"]), world, of_case)
+        for e in choice.estimates:
             entry = record["peers"].get(f"tilewise:{e.method}")
             if results.is_measured(entry):
                 efficiency = results.ratio(alone, entry) / devices
-                points.append(Point(record["name"], e.method, efficiency, e.efficiency))
+                is_chosen = e.method == choice.method
+                points.append(Point(record["name"], e.method, efficiency, e.efficiency, is_chosen))
     return points
 
 
 def check(found: results.Results, points: list[Point]) -> str:
-    """Markdown: measured efficiencies, each with the predicted one behind it."""
+    """Markdown: measured efficiencies, each with the predicted one behind it; in italics what "auto" takes."""
     methods = [method for method in METHODS if any(p.method == method for p in points)]
     rows: dict[str, list[str]] = {}
     for p in points:
         row = rows.setdefault(p.case, [p.case, *("–" for _ in methods)])
-        row[1 + methods.index(p.method)] = f"{p.measured:.2f} ({p.predicted:.2f})"
+        mark = "*" if p.is_chosen else ""
+        row[1 + methods.index(p.method)] = f"{mark}{p.measured:.2f} ({p.predicted:.2f}){mark}"
     ratios = [p.predicted / p.measured for p in points]
     low, high = min(ratios, default=1.0), max(ratios, default=1.0)
     note = f"predicted / measured: {statistics.median(ratios or [1.0]):.2f} ({low:.2f} to {high:.2f})"
