@@ -161,7 +161,7 @@ def compare(found: results.Results, network: Network) -> list[Point]:
 
 
 def check(found: results.Results, points: list[Point]) -> str:
-    """Markdown: measured efficiencies, each with the predicted one behind it; what "auto" takes in italics."""
+    """Markdown: measured efficiencies, each with the predicted one behind it; in italics those of "auto"."""
     methods = [method for method in METHODS if any(p.method == method for p in points)]
     rows: dict[str, list[str]] = {}
     for p in points:
