@@ -168,14 +168,15 @@ def refused(group, rank_without):
         return first is None, found is None, again is None, [str(w.message) for w in caught]
 
 
-def on_a_mesh(group, seed):
+def on_a_mesh(group, seed, can_flatten=True):
     """A ring of two groups, each of two ranks that exchange heads, of a mesh that has groups for both."""
-    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ring", "ulysses"))
     tensors, n = problem(seed, {}, 37, 4, 2)[0], 37
     own = {name: shard(t, group=group).requires_grad_() for name, t in tensors.items()}
-    out = context_parallel_attention(**own, mesh=mesh, method="2d", seqlen=n, causal=True)
+    with contextlib.nullcontext() if can_flatten else mock.patch.object(DeviceMesh, "_flatten", None):
+        out = context_parallel_attention(**own, mesh=mesh, method="2d", seqlen=n, causal=True)
     torch.manual_seed(seed + 1)
     dout = torch.randn(unshard(out.detach(), group=group, seqlen=n).shape, dtype=torch.float64)
     grads = torch.autograd.grad(out, tuple(own.values()), shard(dout, group=group))

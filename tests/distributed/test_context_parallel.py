@@ -77,7 +77,8 @@ def test_a_rank_without_room_makes_all_send_messages(pool, rank):
 
 
 def test_a_mesh_of_two_dimensions(pool):
-    pool.run(4, CASES, "on_a_mesh", 3)
+    for can_flatten in (True, False):  # by PyTorch's private method, or by what is public
+        pool.run(4, CASES, "on_a_mesh", 3, can_flatten)
 
 
 def test_ranks_of_a_mesh_that_read(pool):

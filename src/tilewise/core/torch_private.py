@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.compiler import is_compiling
+from torch.utils._pytree import tree_map_only  # noqa: F401
 
 # The public `torch.compiler.disable` imports the compiler, and Triton with it, where it decorates.
 not_compiled = getattr(importlib.import_module("torch._compile"), "_disable_dynamo", torch.compiler.disable)
@@ -147,6 +148,12 @@ def share(own: Tensor, group: Any) -> tuple[list[Tensor], Callable[[], None]]:
     except (AttributeError, RuntimeError):
         timeout = USUAL_TIMEOUT
     return buffers, partial(handle.barrier, 0, int(timeout.total_seconds() * 1000))
+
+
+def flat_mesh(mesh: Any) -> Any:
+    """A DeviceMesh of one dimension with all ranks of a mesh, which takes part in the first call."""
+    flatten = getattr(mesh, "_flatten", None)
+    return flatten() if flatten else type(mesh)(mesh.device_type, mesh.mesh.flatten())
 
 
 def wants_deterministic() -> bool:

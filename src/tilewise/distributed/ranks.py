@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tilewise.core.checks import shown
+from tilewise.core.torch_private import flat_mesh
 
 
 @dataclass(frozen=True)
@@ -157,7 +158,7 @@ def mesh_degree(mesh: Any, method: str) -> tuple[int | None, Any]:
 def flat_ranks(mesh: Any, group: Any) -> Ranks:
     if group is not None:
         raise ValueError(f"mesh={shown(mesh)} must be None when group is given")
-    flat = ranks_of(mesh=mesh._flatten())
+    flat = ranks_of(mesh=flat_mesh(mesh))
     return MeshRanks(flat.group, flat.rank, flat.world, flat.peers, mesh.get_group(0), mesh.get_group(1))
 
 

@@ -20,7 +20,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
+
+from tilewise.core.torch_private import tree_map_only
 
 Bounds = tuple[int | None, int | None]
 
