@@ -14,7 +14,7 @@ import torch
 from tilewise.core.torch_private import share, symmetric_tensor
 from tilewise.distributed import peer_memory, wire
 from tilewise.distributed.layout import make_layout
-from tilewise.distributed.ranks import Ranks
+from tilewise.distributed.ranks import Ranks, to_device
 from tilewise.distributed.schedule import Rules, traffic
 
 RANKS = Ranks("group", 1, 3, (4, 5, 6))
@@ -133,10 +133,16 @@ def test_what_a_graph_reads_stays_and_none_is_made_in_a_capture():
         mock.patch.object(peer_memory, "_can_read", {}),
     ):
         memory.publish([], Stream("capturing", []))
+        memory.keep(index := torch.zeros(3))
         memory.leave()
-        assert captured == [memory]
+        assert captured == [memory] and memory.kept[0] is index
         with pytest.raises(RuntimeError, match="outside of the capture"):
             peer_memory.can_read(RANKS, DEVICE)
+        with pytest.raises(RuntimeError, match="first with its lengths"):
+            to_device(index, DEVICE)
+    with mock.patch("torch.cuda.is_current_stream_capturing", return_value=False):
+        memory.keep(index)
+    assert len(memory.kept) == 1  # an eager call keeps nothing
 
 
 def test_copies_come_behind_what_was_asked_before_and_are_waited_for():

@@ -26,7 +26,7 @@ from tilewise.core.plan import Results
 from tilewise.core.problem import Inputs, Options, describe
 from tilewise.core.signature import Gpu
 from tilewise.core.statistics import Aux
-from tilewise.gpu.launch import combine, gather, launcher
+from tilewise.gpu.launch import combine, launcher, take
 from tilewise.gpu.triton import backward, forward, launch
 from tilewise.gpu.triton.statistics.plan import StatisticsPlan
 
@@ -177,8 +177,8 @@ def case_inputs(case: Case) -> Inputs:
 def compile_case(name: str, capability: int) -> list[dict[str, Any]]:
     if name == "combine":
         return compile_combine(capability)
-    if name == "gather":
-        return compile_gather(capability)
+    if name == "take":
+        return compile_take(capability)
     case = CASES[name]
     inputs = case_inputs(case)
     problem = describe(inputs, Options(**case.options))
@@ -209,18 +209,21 @@ def compile_combine(capability: int) -> list[dict[str, Any]]:
     return compiled_rows("combine", run, capability)
 
 
-def compile_gather(capability: int) -> list[dict[str, Any]]:
-    """Heads of tokens of 4 ranks, and tokens of their heads; one head of latent attention, of many ranks."""
+def compile_take(capability: int) -> list[dict[str, Any]]:
+    """Heads of tokens of 4 ranks, and tokens of their heads; a head of latent attention, and lse, of many."""
     make = functools.partial(torch.empty, device="meta")
+    shapes = ((1, 4, 128, 4), (4, 4, 128, 4), (1, 1, 576, take.MOST), (take.MOST, 1, 1, take.MOST))
 
     def run() -> None:
-        for parts, heads, dim, count in ((1, 4, 128, 4), (4, 4, 128, 4), (1, 1, 576, gather.MOST)):
-            places = make(512, parts, dtype=torch.int32)
-            target = make(512, parts, 1, heads, dim, dtype=torch.bfloat16)
-            sources = [make(128, 1, heads * count, dim, dtype=torch.bfloat16)[:, :, :heads]] * count
-            gather.gather(target, sources, places, places)
+        for parts, heads, dim, count in shapes:
+            which = make(1, parts, dtype=torch.int32).expand(512, -1)
+            row = make(512, 1, dtype=torch.int32).expand(-1, parts)
+            dtype = torch.float32 if dim == 1 else torch.bfloat16
+            target = make(512, parts, 1, heads, dim, dtype=dtype)
+            sources = [make(128, 1, heads * count, dim, dtype=dtype)[:, :, :heads]] * count
+            take.take(target, sources, which, row)
 
-    return compiled_rows("gather", run, capability)
+    return compiled_rows("take", run, capability)
 
 
 def compiled_rows(
@@ -294,7 +297,7 @@ def main() -> None:
     if sys.argv[2:] == ["lengths"]:
         print(json.dumps(variants_over_lengths(capability)))
     else:
-        print_rows(lambda name: compile_case(name, capability), [*CASES, "combine", "gather"], sys.argv[2:])
+        print_rows(lambda name: compile_case(name, capability), [*CASES, "combine", "take"], sys.argv[2:])
 
 
 if __name__ == "__main__":

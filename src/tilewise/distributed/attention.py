@@ -210,7 +210,7 @@ def attend(
             "method": method, "balance": where.balance, "seqlen": seqlen, "network": network,
             "return_lse": wants_lse, "cu_seqlens": tokens.starts if is_packed else None,
         }  # fmt: skip
-        if method == "auto":
+        if method == "auto" and inner is None:
             found["requires_grad"] = _wants_gradients(inputs)
         if seqlen is None and not is_packed:
             name = "tokens of a rank (seqlen gives their sum where they differ)"

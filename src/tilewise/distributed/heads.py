@@ -19,12 +19,12 @@ from tilewise.distributed import peer_memory
 from tilewise.distributed.layout import Layout
 from tilewise.distributed.parts import wide
 from tilewise.distributed.peer_memory import KEYS, PeerMemory, stream_of
-from tilewise.distributed.ranks import Ranks
+from tilewise.distributed.ranks import Ranks, to_device
 from tilewise.distributed.schedule import Range
 from tilewise.distributed.wire import row_index
 from tilewise.gpu.launch.launch_plan import HAS_TRITON
 
-MOST_SOURCES = 8  # ranks whose tokens one launch takes
+MOST_SOURCES = 16  # ranks whose tokens one launch takes
 MAX_MESSAGES = 4  # of a tensor from one rank; more ranges of rows are packed into one message
 
 
@@ -208,7 +208,7 @@ def _scatter_by_reading(
 ) -> tuple[Tensor, ...]:
     """Each rank reads its heads of all tokens."""
     memory.publish([t.transpose(0, 1) for t in tensors], stream_of(memory.device))
-    which, row = _tokens_of_all(swap.rows, memory.device)
+    places = _tokens_of_all(swap.rows, memory.device)
     results = []
     for slot, (t, own) in enumerate(zip(tensors, heads, strict=True)):
         mine = own[swap.ranks.rank]
@@ -217,7 +217,7 @@ def _scatter_by_reading(
             for peer, rows in zip(swap.ranks.peers, swap.rows, strict=True)
         ]
         result = t.new_empty((swap.length, *sources[0].shape[1:]))
-        _take(result[:, None], sources, which, row)
+        _take(memory, result[:, None], sources, places)
         results.append(result.transpose(0, 1))
     return tuple(results)
 
@@ -228,55 +228,54 @@ def _gather_by_reading(
     """The way back: each rank reads its tokens of all heads; one that several ranks have is their sum."""
     memory.publish([t.transpose(0, 1) for t in tensors], stream_of(memory.device))
     world, ranges = swap.ranks.world, swap.rows[swap.ranks.rank]
-    which, row = _own_tokens_of_all(ranges, world, memory.device)
+    places = _own_tokens_of_all(ranges, world, memory.device)
     results = []
     for slot, (t, own) in enumerate(zip(tensors, heads, strict=True)):
         shape = t.shape[1], t.shape[0], *t.shape[2:]
         sources = [memory.read(peer, slot, shape, t.dtype) for peer in swap.ranks.peers]
         each = t.new_empty((t.shape[0], _count(ranges), world * t.shape[2], t.shape[3]))
-        _take(each.unflatten(2, (world, -1)).permute(1, 2, 0, 3, 4), sources, which, row)
+        _take(memory, each.unflatten(2, (world, -1)).permute(1, 2, 0, 3, 4), sources, places)
         if (count := own[-1].stop) < each.shape[2]:
             each = each.unflatten(2, (count, -1)).sum(3, dtype=wide(t.dtype)).to(t.dtype)
         results.append(each)
     return tuple(results)
 
 
-def _take(target: Tensor, sources: list[Tensor], which: Tensor, row: Tensor) -> None:
-    """target[i, c] = sources[which[i, c]][row[i, c]], each (batch, heads, dim)."""
+def _take(memory: PeerMemory, target: Tensor, sources: list[Tensor], places: tuple[Tensor, Tensor]) -> None:
+    """target[i, c] = sources[which[i, c]][row[i, c]], each (batch, heads, dim); places: which and row."""
+    which, row = places
     if target.is_cuda and HAS_TRITON and len(sources) <= MOST_SOURCES:
-        from tilewise.gpu.launch.gather import gather
+        from tilewise.gpu.launch.take import take
 
-        gather(target, sources, which, row)
+        memory.keep(which, row)
+        take(target, sources, which, row)
         return
     for number, source in enumerate(sources):
         is_of = which == number
         target[is_of] = source[row[is_of]]
 
 
-@functools.lru_cache(maxsize=128)
+@functools.lru_cache(maxsize=32)
 def _tokens_of_all(rows: tuple[tuple[Range, ...], ...], device: torch.device) -> tuple[Tensor, Tensor]:
     """Whose each token of a group is, and which of that rank's: (tokens, 1) int32."""
-    tokens = sorted((a, b, rank) for rank, ranges in enumerate(rows) for a, b in ranges)
-    which = [torch.full((b - a,), rank) for a, b, rank in tokens]
-    seen = [0] * len(rows)
-    row = []
-    for a, b, rank in tokens:
-        row.append(torch.arange(seen[rank], seen[rank] + b - a))
-        seen[rank] += b - a
-    return _as_indices(which, device), _as_indices(row, device)
+    which = torch.empty(max((r[-1][1] for r in rows if r), default=0), 1, dtype=torch.int32, device="cpu")
+    row = torch.empty_like(which)
+    for rank, ranges in enumerate(rows):
+        seen = 0
+        for a, b in ranges:
+            which[a:b] = rank
+            row[a:b, 0] = torch.arange(seen, seen + b - a, device="cpu")
+            seen += b - a
+    return to_device(which, device), to_device(row, device)
 
 
-@functools.lru_cache(maxsize=128)
+@functools.lru_cache(maxsize=32)
 def _own_tokens_of_all(ranges: tuple[Range, ...], world: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Of each rank's results those for a rank's tokens: (tokens, ranks) int32."""
-    row = _as_indices([torch.arange(a, b) for a, b in ranges], device).expand(-1, world).contiguous()
-    return torch.arange(world, dtype=torch.int32, device=device).expand(len(row), -1).contiguous(), row
-
-
-def _as_indices(parts: list[Tensor], device: torch.device) -> Tensor:
-    with torch.inference_mode(False):
-        whole = torch.cat([torch.empty(0, dtype=torch.int64), *parts])
-        return whole.to(device, torch.int32)[:, None]
+    own = [torch.arange(a, b, dtype=torch.int32, device="cpu") for a, b in ranges]
+    row = torch.cat([torch.empty(0, dtype=torch.int32, device="cpu"), *own])[:, None]
+    which = torch.arange(world, dtype=torch.int32, device="cpu")
+    return to_device(which, device).expand(len(row), -1), to_device(row, device).expand(-1, world)
 
 
 def _groups(swap: Swap, tensors: tuple[Tensor, ...], heads: Heads) -> list[Group]:

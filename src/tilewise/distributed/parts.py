@@ -26,6 +26,7 @@ from tilewise.core.plan import Results
 from tilewise.core.problem import Gradients, Inputs, Options
 from tilewise.core.signature import Request
 from tilewise.dispatch import plans
+from tilewise.distributed.ranks import to_device
 from tilewise.distributed.schedule import Block, Step
 from tilewise.gpu.launch.launch_plan import HAS_TRITON
 
@@ -111,7 +112,8 @@ def _packed(wave: Sequence[Block], device: Any) -> Part:
     gaps = [(a.q1, b.q0, a.k1, b.k0) for a, b in itertools.pairwise(wave)]
     longest_q = max(longest[0], *(b - a for a, b, _, _ in gaps))
     longest_k = max(longest[1], *(b - a for _, _, a, b in gaps))
-    cu_q, cu_k = (torch.tensor(s, dtype=torch.int32).to(device) for s in (starts_q, starts_k))
+    starts = (torch.tensor(s, dtype=torch.int32, device="cpu") for s in (starts_q, starts_k))
+    cu_q, cu_k = (to_device(s, device) for s in starts)
     return Part(first._replace(q1=last.q1, k1=last.k1), Packing(cu_q, cu_k, longest_q, longest_k))
 
 

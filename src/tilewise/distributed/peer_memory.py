@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from tilewise.core.torch_private import share, symmetric_tensor
-from tilewise.distributed.ranks import Ranks, gather, on_stream, ranks_of
+from tilewise.distributed.ranks import Ranks, gather, on_stream, ranks_of, refuse_in_a_capture
 
 KEYS, GRADIENTS = "keys", "gradients"  # what is read while the other is published has memory of its own
 IS_ALLOWED = os.environ.get("TILEWISE_PEER_MEMORY") != "0"
@@ -49,7 +49,7 @@ def can_read(ranks: Ranks, device: torch.device) -> bool:
         return False
     key = ranks.group, device
     if key not in _can_read:
-        _refuse_in_a_capture(device)
+        refuse_in_a_capture(device)
         with torch.inference_mode(False):
             _can_read[key] = _may_read(ranks_of(ranks.group), device)
     return _can_read[key]
@@ -66,7 +66,7 @@ def memory_of(ranks: Ranks, device: torch.device, purpose: str, sizes: Sequence[
     *slots, size = itertools.accumulate((-(-n // ALIGNMENT) * ALIGNMENT for n in sizes), initial=0)
     memory = _memories.get(key)
     if memory is None or memory.size < size:
-        _refuse_in_a_capture(device)
+        refuse_in_a_capture(device)
         if memory is not None:
             memory.leave()
             del _memories[key], memory
@@ -79,14 +79,6 @@ def memory_of(ranks: Ranks, device: torch.device, purpose: str, sizes: Sequence[
         _memories[key] = memory
     memory.slots = slots
     return memory
-
-
-def _refuse_in_a_capture(device: torch.device) -> None:
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        raise RuntimeError(
-            "a CUDA graph cannot capture the first call of a group of ranks, nor one longer than all before: "
-            "make such a call first, outside of the capture"
-        )
 
 
 def _may_read(ranks: Ranks, device: torch.device) -> bool:
@@ -145,6 +137,7 @@ class PeerMemory:
         self.slots: list[int] = []  # where each begins
         self.stream: torch.cuda.Stream | None = None
         self.is_captured = False
+        self.kept: list[Tensor] = []
         self.views: dict[tuple[Any, ...], Tensor] = {}  # as short calls would make the same again
 
     def publish(self, tensors: Sequence[Tensor], stream: torch.cuda.Stream | None) -> None:
@@ -172,6 +165,11 @@ class PeerMemory:
                 found = self.buffers[self.ranks.peers.index(peer)][start:end].view(dtype).view(shape)
             self.views[key] = found
         return found
+
+    def keep(self, *tensors: Tensor) -> None:
+        """For a CUDA graph that is being captured, which reads them when it is replayed."""
+        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            self.kept += tensors
 
     def leave(self) -> None:
         """Wait until no rank reads it any more. All ranks take part."""

@@ -162,6 +162,21 @@ def flat_ranks(mesh: Any, group: Any) -> Ranks:
     return MeshRanks(flat.group, flat.rank, flat.world, flat.peers, mesh.get_group(0), mesh.get_group(1))
 
 
+def to_device(t: Tensor, device: torch.device) -> Tensor:
+    """A copy of what is kept for later calls. A CUDA graph that is being captured cannot make it."""
+    refuse_in_a_capture(device)
+    with torch.inference_mode(False):  # a tensor made in it could not be saved for a backward
+        return t.to(device)
+
+
+def refuse_in_a_capture(device: torch.device) -> None:
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            "a CUDA graph cannot capture the first call of a group of ranks, nor the first with its lengths: "
+            "make such a call first, outside of the capture"
+        )
+
+
 def gather(t: Tensor, ranks: Ranks) -> Tensor:
     """(world, ...) of equal tensors."""
     if ranks.group is None:

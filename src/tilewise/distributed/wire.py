@@ -14,7 +14,7 @@ from tilewise.distributed import peer_memory
 from tilewise.distributed.layout import Layout
 from tilewise.distributed.parts import Totals
 from tilewise.distributed.peer_memory import GRADIENTS, KEYS, PeerMemory, copy_beside, stream_of
-from tilewise.distributed.ranks import Ranks
+from tilewise.distributed.ranks import Ranks, to_device
 from tilewise.distributed.schedule import Message, Range, Rules, Step, traffic
 
 Rows = tuple[Tensor, ...]  # keys and values, or their gradients: (tokens, batch, KV heads, dim)
@@ -343,4 +343,4 @@ def _count(rows: tuple[Range, ...]) -> int:
 def row_index(rows: tuple[Range, ...], device: Any) -> Tensor:
     """int64 (rows,): ranges of rows, one behind the other."""
     ranges = [torch.arange(a, b, device="cpu") for a, b in rows]
-    return torch.cat(ranges).to(device) if ranges else torch.empty(0, dtype=torch.int64, device=device)
+    return to_device(torch.cat([torch.empty(0, dtype=torch.int64, device="cpu"), *ranges]), device)

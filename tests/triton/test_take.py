@@ -14,7 +14,7 @@ if not (IS_INTERPRETED or torch.cuda.is_available()):
     pytest.skip("needs a GPU, or TRITON_INTERPRET=1", allow_module_level=True)
 
 from tilewise.distributed import heads  # noqa: E402
-from tilewise.gpu.launch.gather import MOST, gather  # noqa: E402
+from tilewise.gpu.launch.take import MOST, take  # noqa: E402
 
 DEVICE = "cpu" if IS_INTERPRETED else "cuda"
 
@@ -35,8 +35,17 @@ def test_rows_are_put_together(heads, dim, dtype, tokens, parts, count):
     which = torch.randint(count, (tokens, parts), dtype=torch.int32, device=DEVICE)
     row = torch.randint(20, (tokens, parts), dtype=torch.int32, device=DEVICE)
     target = torch.full((2, tokens, parts, heads + 1, dim), 7.0, device=DEVICE).to(dtype)
-    gather(target.permute(1, 2, 0, 3, 4)[..., :heads, :], sources, which, row)
+    take(target.permute(1, 2, 0, 3, 4)[..., :heads, :], sources, which, row)
     for i in range(tokens):
         for c in range(parts):
             assert torch.equal(target[:, i, c, :heads], sources[which[i, c]][row[i, c]]), (i, c)
     assert (target[..., heads, :] == 7).all()
+
+
+def test_numbers_of_rows_may_be_the_same_for_all_parts():
+    sources = [torch.randn(9, 1, 2, 4, device=DEVICE) for _ in range(3)]
+    which = torch.arange(3, dtype=torch.int32, device=DEVICE).expand(5, 3)
+    row = torch.tensor([[4], [0], [8], [1], [4]], dtype=torch.int32, device=DEVICE).expand(5, 3)
+    target = torch.full((5, 3, 1, 2, 4), float("nan"), device=DEVICE)
+    take(target, sources, which, row)
+    assert torch.equal(target, torch.stack([source[row[:, 0]] for source in sources], 1))
