@@ -172,6 +172,20 @@ def test_calls_that_take_turns_keep_their_signatures():
     assert number_of_plans() == 2
 
 
+@pytest.mark.parametrize("name, dtype", [("mask", torch.bool), ("bias", torch.float32)])
+def test_no_known_call_compares_a_tensor_with_none(name, dtype, monkeypatch):
+    """Which takes longer than to find a plan: calls with and without a mask take turns."""
+    q, k, v = qkv()
+    ways = [{name: torch.ones(1, 1, 1, 5, dtype=dtype)}, {}]
+    expected = [tilewise.attention(q, k, v, **way) for way in ways]
+    asked = []
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.Tensor, "__eq__", lambda t, other: asked.append(other))
+        found = [tilewise.attention(q, k, v, **way) for way in ways]
+    assert not asked and number_of_plans() == 2
+    assert all(map(torch.equal, found, expected))
+
+
 @pytest.mark.parametrize("needs_grad", [False, True])
 def test_an_argument_that_cannot_be_hashed_is_named(needs_grad):
     q, k, v = qkv()
