@@ -40,7 +40,7 @@ from tilewise.gpu.launch import launch_plan
 
 MAX_PLANS = 2048
 NUM_INPUTS = len(Inputs._fields)
-MASK, BIAS = Inputs._fields.index("mask"), Inputs._fields.index("bias")
+MASK = Inputs._fields.index("mask")
 NO_REQUEST = Request()
 
 
@@ -83,9 +83,8 @@ def find(
         LazyTensor, NoMemory: see `core.signature.look`.
     """
     try:
-        # a mask or bias on one side only is found here: comparing a tensor with None takes 10 us
-        shapes = tensors[0].shape, tensors[1].shape, tensors[MASK] is None, tensors[BIAS] is None  # type: ignore[union-attr]
-        bucket = (direction, shapes, call)
+        # a mask that only one of two calls has: comparing a tensor with None would take 10 us
+        bucket = (direction, tensors[0].shape, tensors[1].shape, tensors[MASK] is None, call)  # type: ignore[union-attr]
         for entry in _entries.get(bucket, ()):
             if entry.matches(tensors):
                 entry.last_use = next(_clock)
