@@ -165,6 +165,21 @@ def test_copies_come_behind_what_was_asked_before_and_are_waited_for():
     target.record_stream.assert_called_once_with(side)
 
 
+@pytest.mark.parametrize("width, copies", [(4, 1), (1 << 18, 20)])
+def test_many_ranges_travel_each_by_itself_where_they_are_long(width, copies):
+    """20 ranges of one row, with as much between. Short ones are read as one, and then taken apart."""
+    source, target = torch.arange(39.0)[:, None].expand(-1, width), torch.empty(20, width)
+    reads = mock.Mock(ranks=RANKS)
+    memory = mock.Mock(read=lambda *_: source)
+    there = tuple((2 * n, 2 * n + 1) for n in range(20))
+    fetch = wire.Reads._read(reads, memory, 0, 0, there, target, ((0, 20),))
+    assert len(fetch.copies) == copies
+    for where, to in fetch.copies:
+        to.copy_(where)
+    fetch.unpack()
+    assert target[:, 0].tolist() == list(range(0, 40, 2))
+
+
 @pytest.mark.parametrize("seed", range(12))
 def test_both_ends_of_a_read_are_the_same_tokens(seed):
     draw = random.Random(seed)

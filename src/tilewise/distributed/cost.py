@@ -10,9 +10,8 @@ Bytes of other nodes come on top, at the speed between nodes.
 `taken`: a GPU's messages are kernels, which hold some of its multiprocessors, also while they wait for a rank
 that is late. `publishing`: ranks that read each other's memory copy there what others read, and wait for
 each other. In the backward the rank's own work is the first and the last step. Ulysses adds two exchanges of
-heads for tokens, each messages * (1 + publishing), which nothing overlaps.
-Blocks are taken to run at the speed of long sequences, and
-merging to be free.
+heads for tokens, each messages * (1 + publishing), which nothing overlaps. Blocks are taken to run at the
+speed of long sequences, and merging to be free.
 """
 
 from __future__ import annotations

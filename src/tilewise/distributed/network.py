@@ -18,7 +18,7 @@ from tilewise.distributed.ranks import Ranks
 
 BACKWARD_FLOPS = 2.5  # of those of the forward: five products instead of two
 TAKEN_BY_NCCL = 0.6  # fitted to runs on two and on four GPUs
-PUBLISHING = 0.8  # likewise
+PUBLISHING = 0.8  # fitted likewise, where ranks read each other's memory
 
 
 class Network(NamedTuple):
@@ -33,7 +33,7 @@ class Network(NamedTuple):
     backward_flops: float | None = None  # FLOP/s of the backward on one rank; None: as of the forward
     peer_bandwidth: float | None = None  # bytes/s into a rank from one other of its node; None: bandwidth
     taken: float = 0.0  # the share of a rank's speed that messages take while they travel
-    publishing: float = 0.0  # seconds for each in which it is read: of copying it before, and of waiting
+    publishing: float = 0.0  # seconds, for each second of reading, of copying it there and of waiting
 
 
 _measured: dict[tuple[Any, torch.dtype, torch.device], Network] = {}

@@ -15,8 +15,8 @@ from torch import Tensor
 from tilewise.gpu.launch.launch_plan import Launch, Tensors, run
 
 MOST = 16  # sources
-BLOCK = 8192  # elements of a program
-MOST_ROWS, MOST_COLUMNS = 64, 2048
+BLOCK = 8192  # elements of a program: in 16 bits 128 bytes of each of its threads are on their way at once
+MOST_ROWS, MOST_COLUMNS = 64, 2048  # of a block; short rows would fill it with addresses
 
 
 def take(target: Tensor, sources: Sequence[Tensor], which: Tensor, row: Tensor) -> None:
@@ -54,6 +54,7 @@ def take_kernel(
     """Grid: (batch * blocks,), blocks of ROWS tokens and parts. Tensors come with their strides in elements.
 
     A block's rows are spread over all tokens, so that ranks do not read of the same rank at the same time.
+    No row of the target is written by two programs, and none is read: nothing has to be waited for.
     """
     target_ptr, target_token, target_part, target_batch = target
     which_ptr, which_token, which_part = which
@@ -64,7 +65,7 @@ def take_kernel(
     token, part = (n // parts).to(tl.int64), n % parts
     source = tl.load(which_ptr + token * which_token + part * which_part, mask=exists, other=0)
     at = tl.load(row_ptr + token * row_token + part * row_part, mask=exists, other=0).to(tl.int64)
-    base = tl.where(exists, sources[0], sources[0])  # [ROWS], of the first
+    base = tl.where(exists, sources[0], sources[0])  # [ROWS] pointers, all to the first source
     for s in tl.static_range(1, SOURCES):
         base = tl.where(source == s, sources[s], base)
     base += at * source_row + batch * source_batch
