@@ -172,6 +172,59 @@ def test_later_calls_launch_what_the_first_does(backend, order, dims, call, reco
             assert recorder.compiled == 2 * len(found[0])  # the first call, and the one that is profiled
 
 
+SHAPING = {  # options, and shapes of tensors with their dtypes
+    "padding": (Options(), {"mask": ((2, 1, 1, 130), torch.bool)}),
+    "mask": (Options(causal=True), {"mask": ((1, 4, 100, 130), torch.bool)}),
+    "dropout": (Options(dropout_p=0.1), {"dropout_seed": ((), torch.int64)}),
+    "alibi": (Options(causal=True), {"alibi_slopes": ((4,), torch.float32)}),
+    "all": (
+        Options(dropout_p=0.5, window_left=50),
+        {
+            "mask": ((2, 4, 100, 1), torch.bool),
+            "dropout_seed": ((), torch.int64),
+            "alibi_slopes": ((2, 4), torch.float32),
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("call", SHAPING)
+def test_later_calls_with_a_mask_or_dropout_launch_what_the_first_does(call, dim, recorder):
+    """Each call has tensors of its own: a mask is scanned, and the kernels read that scan."""
+    options, shapes = SHAPING[call]
+    plans_made, found = [], []
+    for recorder.is_profiled in (False, False, False, True):
+        q, k, v, out, lse, residual, dout = draw((dim, dim), (100, 130), "bshd", 0)
+        more = {name: torch.zeros(shape, dtype=dtype) for name, (shape, dtype) in shapes.items()}
+        inputs, results = Inputs(q, k, v, **more), Results(out, lse, residual)
+        if not plans_made:
+            forward = plan_of("hopper", options, Request(True, True), inputs)
+            plans_made = [forward, plan_of("hopper", options, Request(), inputs, (*results, dout, None))]
+            recorder.forget()
+        new = plans_made[0].run(inputs)
+        launched = recorder.take((*inputs, *new))
+        grads = plans_made[1].run(inputs, results, dout, None)[:3]
+        found.append(launched + recorder.take((*inputs, *results, dout, *grads)))
+    assert len(found[0]) == 4 + 4 * ("mask" in shapes)
+    assert found[1] == found[0] and found[2] == found[0] and found[3] == found[0]
+    assert all(plan._again is not None for plan in plans_made)
+    assert recorder.compiled == 2 * len(found[0])  # the first call, and the one that is profiled
+
+
+def test_a_mask_of_other_values_is_scanned_again(recorder):
+    q, k, v, *_ = draw((64, 64), (100, 130), "bshd", 0)
+    mask = torch.ones(2, 1, 1, 130, dtype=torch.bool)
+    forward = plan_of("hopper", Options(), Request(), Inputs(q, k, v, mask=mask))
+    counts = []
+    for is_written in (False, False, True, False):
+        if is_written:
+            mask[0, 0, 0, 7] = False
+        forward.run(Inputs(q, k, v, mask=mask))
+        counts.append(len(recorder.take(())))
+    assert counts == [3, 1, 3, 1]
+
+
 @pytest.mark.parametrize("backend", ["hopper", "triton"])
 @pytest.mark.parametrize("dim", [64, 192])
 def test_a_tensor_given_twice_is_not_taken_for_one(backend, dim, recorder):

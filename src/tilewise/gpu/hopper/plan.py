@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +15,7 @@ from tilewise.core.signature import Request, Signature, in_order
 from tilewise.gpu.functions.distances import Arrange, as_bias
 from tilewise.gpu.hopper.backward import launch as backward_launch, wide_launch
 from tilewise.gpu.hopper.common import host
-from tilewise.gpu.hopper.common.arguments import DecodeConfig, MaskMap
+from tilewise.gpu.hopper.common.arguments import DecodeConfig, TransposedMap
 from tilewise.gpu.hopper.decode import launch as decode_launch, mla_launch
 from tilewise.gpu.hopper.forward import launch as forward_launch
 from tilewise.gpu.hopper.fp8 import launch as fp8_launch
@@ -171,8 +171,15 @@ def _watched(request: Request, problem: AttentionProblem, inputs: Inputs) -> Wat
     return Watched(Results(in_order(out, request.order), lse, residual), row_max, entropy)
 
 
+REPEATED = {"mask", "alibi_slopes", "dropout_seed"}  # tensors of calls launched again; a bias may be copied
+
+
 def _given_dense(inputs: Inputs) -> Given | None:
-    return None if any(t is not None for t in inputs[3:]) else inputs[:3]
+    """query, key and value; with all others behind them if there are some, of `REPEATED` alone."""
+    if not any(t is not None for t in inputs[3:]):
+        return inputs[:3]
+    others = zip(inputs._fields[3:], inputs[3:], strict=True)
+    return None if any(t is not None and name not in REPEATED for name, t in others) else inputs
 
 
 def _never_again(problem: AttentionProblem, order: str, residual: bool, given: Given) -> None:
@@ -180,17 +187,24 @@ def _never_again(problem: AttentionProblem, order: str, residual: bool, given: G
 
 
 def _again_forward(problem: AttentionProblem, order: str, residual: bool, given: Given) -> Again | None:
-    if any(host.tma_ready(t) is not t for t in given):
+    if any(host.tma_ready(t) is not t for t in given[:3]):
         return None
     config = forward_launch.forward_config(problem)
+    strides = forward_launch.map_of(problem, Inputs(*given), config)[2:]
+
+    def more(given: Given) -> tuple[Tensor | None, ...]:
+        inputs = Inputs(*given)
+        mask = forward_launch.map_of(problem, inputs, config)
+        counter = host.scheduler_counter(inputs.query.device)
+        return (counter, *mask[:2], *host.extras_of(problem, inputs))
 
     def steps(given: Given, new: Given) -> list[Step]:
-        out, lse, rest, counter = new
-        tensors = (*given, *[None] * 8)
-        fresh = (out, lse, rest, None, None, None, None, counter, None, None)
-        return [Step(forward_launch.forward_launch, tensors, (config, MaskMap()[2:]), fresh)]
+        out, lse, rest, counter, tiles, bits, *extras = new
+        tensors = (*given[:3], *[None] * 5, *extras)
+        fresh = (out, lse, rest, None, None, None, None, counter, tiles, bits)
+        return [Step(forward_launch.forward_launch, tensors, (config, strides), fresh)]
 
-    return again_forward(problem, order, residual, given, steps, host.shared_counter)
+    return again_forward(problem, order, residual, given, steps, more)
 
 
 def _given_cached(inputs: Inputs) -> tuple[Any, ...] | None:
@@ -279,26 +293,42 @@ def _backward(
     return backward(problem, inputs, results.out, results.lse, dout, dlse, results.residual)
 
 
-def _given_to_backward(
-    inputs: Inputs, results: Results, dout: Tensor, dlse: Tensor | None
-) -> Sequence[Tensor] | None:
-    if dlse is not None or any(t is not None for t in inputs[3:]):
-        return None
-    return (*inputs[:3], *results, dout)  # type: ignore[return-value]
+def _given_to_backward(inputs: Inputs, results: Results, dout: Tensor, dlse: Tensor | None) -> Given | None:
+    """query, key, value, out, lse, residual, dout, and what `_given_dense` has behind the first three."""
+    given = _given_dense(inputs) if dlse is None else None
+    return None if given is None else (*given[:3], *results, dout, *given[3:])
 
 
 def _again_backward(problem: AttentionProblem, given: Given) -> Again | None:
-    *tensors, lse, residual, dout = given
+    (*tensors, lse, residual, dout), others = given[:7], given[7:]
     is_ready = all(host.tma_ready(t) is t for t in (*tensors, dout))
     if not is_ready or not all(t is None or t.is_contiguous() for t in (lse, residual)):
         return None
     if _is_wide(problem):
         wide = wide_launch.wide_config(problem)
-        steps = functools.partial(wide_launch.steps, wide)
         stats = backward_launch.stats_shape(problem, wide)
-        return again_backward(problem, given, steps, [stats], host.shared_counters)
+        return again_backward(
+            problem,
+            given,
+            lambda given, new: wide_launch.steps(wide, given[:7], new),
+            [stats],
+            lambda given: host.shared_counters(given[0].device),
+        )
     config = backward_launch.backward_config(problem)
     division = backward_launch.divide(problem, config, host.num_sms(torch.cuda.current_device()))
-    steps = functools.partial(backward_launch.steps, config, division)
+    strides = backward_launch.map_of(problem, Inputs(*tensors[:3], *others), config)[2:]
+
+    def more(given: Given) -> tuple[Tensor | None, ...]:
+        inputs = Inputs(*given[:3], *given[7:])
+        mask = backward_launch.map_of(problem, inputs, config)
+        counter = host.scheduler_counter(inputs.query.device)
+        return (counter, *mask[:2], *host.extras_of(problem, inputs, True))
+
+    def steps(given: Given, new: Given) -> list[Step]:
+        *new, tiles, bits, seed, slopes, bias = new
+        optional = (*[None] * 5, seed, slopes, bias)
+        mask = TransposedMap(tiles, bits, *strides)
+        return backward_launch.steps(config, division, given[:7], new, optional, mask)
+
     scratch = backward_launch.scratch_shapes(problem, config, division)
-    return again_backward(problem, given, steps, scratch, host.shared_counter)
+    return again_backward(problem, given, steps, scratch, more)

@@ -24,7 +24,7 @@ MAX_ADDRESSES = 128  # calls whose arguments are kept: more than most models hav
 SCRATCH_ALIGNMENT = 512  # bytes: where PyTorch's allocator would let a tensor start
 Given = Sequence[Any]  # tensors; None where there is none
 Again = Callable[[Given], Any]  # None: the first way has to serve
-Shared = Callable[[torch.device], tuple[Tensor, ...]]
+More = Callable[[Given], tuple[Tensor | None, ...]]
 
 
 class GpuPlan:
@@ -71,9 +71,9 @@ class GpuPlan:
         if self._may_repeat and not self._was_asked and torch.cuda.current_device() == self._device:
             self._was_asked = True
             tensors = self._given(*arguments)
-            # views, as the same tensor may have been given twice
+            # views, as the same tensor may have been given twice; of a mask, as what was made of it is kept
             if tensors is not None:
-                self._again = self._find_again([None if t is None else t.detach() for t in tensors])
+                self._again = self._find_again([None if t is None else t.view_as(t) for t in tensors])
         return found
 
 
@@ -147,20 +147,20 @@ def again_forward(
     residual: bool,
     given: Given,
     steps: Callable[[Given, Given], Sequence[Step]],
-    shared: Shared = lambda device: (),
+    more: More = lambda given: (),
 ) -> Again | None:
-    """A dense forward of query, key and value.
+    """A dense forward of query, key and value, the first three of `given`.
 
     Args:
         residual: whether what rounding took from lse is asked for.
-        steps: all launches, from those three, and out, lse, residual or None, and what is shared.
-        shared: tensors that the current stream's launches share.
+        steps: all launches, from `given`, and out, lse, residual or None, and `more`.
+        more: tensors that a call's launches read or share with others, from what is given.
     """
     query = given[0]
     batch, seqlen, heads = query.shape[:-1]
     new_out = allocator(query, (batch, seqlen, heads, problem.head_dim_v), query.dtype, order)
     new_lse = allocator(query, (batch, heads, seqlen), torch.float32)
-    new = [new_out(), new_lse(), new_lse() if residual else None, *shared(query.device)]
+    new = [new_out(), new_lse(), new_lse() if residual else None, *more(given)]
     locations: dict[int, Location | None] = {id(None): None}
     locations |= {id(t): Location(n) for n, t in enumerate((*given, *new)) if t is not None}
     planned = plan_steps(problem, steps(given, new), locations)
@@ -169,7 +169,7 @@ def again_forward(
 
     def again(given: Given) -> Results | None:
         out, lse, rest = new_out(), new_lse(), new_lse() if residual else None
-        is_started = planned.start((*given, out, lse, rest, *shared(out.device)))
+        is_started = planned.start((*given, out, lse, rest, *more(given)))
         return Results(out, lse, rest) if is_started else None
 
     return again
@@ -180,14 +180,14 @@ def again_backward(
     given: Given,
     steps: Callable[[Given, Given], Sequence[Step]],
     scratch: Sequence[tuple[int, ...]],
-    shared: Shared = lambda device: (),
+    more: More = lambda given: (),
 ) -> Again | None:
-    """A dense backward of query, key, value, out, lse, residual and dout without optional tensors.
+    """A dense backward of query, key, value, out, lse, residual and dout, the first seven of `given`.
 
     Args:
-        steps: all launches, from those seven, and dq, dk, dv, scratch and what is shared.
+        steps: all launches, from `given`, and dq, dk, dv, scratch and `more`.
         scratch: shapes of tensors of 4-byte numbers that only the launches use; one allocation for all.
-        shared: tensors that the current stream's launches share.
+        more: as in `again_forward`.
     """
     query = given[0]
     sizes = [-(-4 * math.prod(shape) // SCRATCH_ALIGNMENT) * SCRATCH_ALIGNMENT for shape in scratch]
@@ -196,19 +196,19 @@ def again_backward(
     allocators.append(allocator(query, (size // 4,), torch.float32))
     gradients = [allocate() for allocate in allocators[:3]]
     buffers = [torch.empty(shape, dtype=torch.float32, device="meta") for shape in scratch]
-    new, shared_now = [*gradients, *buffers], shared(query.device)
+    new, others = [*gradients, *buffers], more(given)
     last = len(given) + 3  # the index of all scratch
     locations: dict[int, Location | None] = {id(None): None}
     locations |= {id(t): Location(n) for n, t in enumerate((*given, *gradients)) if t is not None}
     locations |= {id(t): Location(last, offset) for t, offset in zip(buffers, offsets, strict=True)}
-    locations |= {id(t): Location(last + 1 + n) for n, t in enumerate(shared_now)}
-    planned = plan_steps(problem, steps(given, [*new, *shared_now]), locations)
+    locations |= {id(t): Location(last + 1 + n) for n, t in enumerate(others) if t is not None}
+    planned = plan_steps(problem, steps(given, [*new, *others]), locations)
     if planned is None:
         return None
 
     def again(given: Given) -> Gradients | None:
         dq, dk, dv, memory = [allocate() for allocate in allocators]
-        is_started = planned.start((*given, dq, dk, dv, memory, *shared(dq.device)))
+        is_started = planned.start((*given, dq, dk, dv, memory, *more(given)))
         return Gradients(dq, dk, dv) if is_started else None
 
     return again

@@ -60,14 +60,17 @@ def backward(
     optional = (dlse, cu_q, cu_k, *ordered, *host.extras_of(problem, inputs, True))
     given = (query, key, value, out, lse.contiguous(), residual, dout)
     new = (dq, dk, dv, *scratch, host.scheduler_counter(query.device))
-    mask = NO_MASK
-    if cfg.HAS_MASK:
-        mask = transposed_map(problem, source_of(problem, inputs), cfg.BLOCK_M)
+    mask = map_of(problem, inputs, cfg)
     run_steps(problem, steps(cfg, division, given, new, optional, mask))
     dsinks = (
         None if inputs.sinks is None else sinks_gradient(problem, inputs.sinks, scratch[0], scratch[1], cfg)
     )
     return Gradients(dq, dk, dv, None, dsinks)
+
+
+def map_of(problem: AttentionProblem, inputs: Inputs, cfg: BackwardConfig) -> TransposedMap:
+    """The map of a call's mask, or of none."""
+    return transposed_map(problem, source_of(problem, inputs), cfg.BLOCK_M) if cfg.HAS_MASK else NO_MASK
 
 
 def steps(

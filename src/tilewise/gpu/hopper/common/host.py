@@ -51,13 +51,8 @@ def scheduler_counter(device: torch.device, number: int = 0) -> Tensor:
     return _COUNTERS[key]
 
 
-def shared_counter(device: torch.device) -> tuple[Tensor, ...]:
-    """What the launches of a stream share."""
-    return (scheduler_counter(device),)
-
-
 def shared_counters(device: torch.device) -> tuple[Tensor, ...]:
-    """The same for two kernels that run side by side."""
+    """Of two kernels that run side by side."""
     return scheduler_counter(device), scheduler_counter(device, 1)
 
 

@@ -59,16 +59,21 @@ def forward(
     )  # fmt: skip
     held = cu_k if lengths is None else lengths
     ordered = host.order_sequences(problem, cu_q, held, cfg.BLOCK_M // cfg.PACK)
-    mask = MaskMap()
-    if cfg.HAS_MASK:
-        lengths_of_mask = (problem.seqlen_q, problem.seqlen_k)
-        mask = tile_map(source_of(problem, inputs), *lengths_of_mask, cfg.WARPGROUPS, cfg.BLOCK_N)
+    mask = map_of(problem, inputs, cfg)
     tensors = (query, key, value, sinks, cu_q, cu_k, lengths, table, *host.extras_of(problem, inputs))
     wanted = (residual, cfg.HAS_ROW_MAX, cfg.HAS_ENTROPY)
     of_rows = [torch.empty_like(lse) if is_wanted else None for is_wanted in wanted]
     fresh = (out, lse, *of_rows, *ordered, host.scheduler_counter(query.device), *mask[:2])
     run(forward_launch, problem, tensors, cfg, mask[2:], fresh=fresh)
     return out, lse, *(t for t in of_rows if t is not None)
+
+
+def map_of(problem: AttentionProblem, inputs: Inputs, cfg: ForwardConfig) -> MaskMap:
+    """The map of a call's mask, or of none."""
+    if not cfg.HAS_MASK:
+        return MaskMap()
+    lengths = (problem.seqlen_q, problem.seqlen_k)
+    return tile_map(source_of(problem, inputs), *lengths, cfg.WARPGROUPS, cfg.BLOCK_N)
 
 
 @functools.lru_cache(maxsize=4096)
