@@ -3,15 +3,15 @@
 A rank computes step n while the keys of step n + 1 arrive, in the backward also gradients of step n - 1:
 
     messages = latency + max(bytes / bandwidth, bytes of one peer / bandwidth of one peer)
-    time = sum over steps of max(FLOPs / speed + taken * messages, messages) + publishing * messages
+    time = sum over steps of max(FLOPs / speed + taken * messages, messages) + publishing * messages + waiting
 
 Bytes of other nodes come on top, at the speed between nodes.
 
 `taken`: a GPU's messages are kernels, which hold some of its multiprocessors, also while they wait for a rank
-that is late. `publishing`: ranks that read each other's memory copy there what others read, and wait for
-each other. In the backward the rank's own work is the first and the last step. Ulysses adds two exchanges of
-heads for tokens, each messages * (1 + publishing), which nothing overlaps. Blocks are taken to run at the
-speed of long sequences, and merging to be free.
+that is late. `publishing` and `waiting`: ranks that read each other's memory copy there what others read, and
+wait for each other. In the backward the rank's own work is the first and the last step. Ulysses adds two
+exchanges of heads for tokens, each messages * (1 + publishing) + waiting, which nothing overlaps. Blocks are
+taken to run at the speed of long sequences, and merging to be free.
 """
 
 from __future__ import annotations
@@ -245,6 +245,7 @@ class _Walk:
         for work, *messages in zip(computing, keys, back[:-1], strict=True):
             travel = self.arrival((*messages[0], *messages[1]))
             seconds += max(work + network.taken * travel, travel) + network.publishing * travel
+            seconds += network.waiting if travel else 0.0
         return seconds, sum(computing)
 
     def arrival(self, messages: tuple[Message, ...]) -> float:
@@ -297,4 +298,5 @@ def _exchange(
     seconds = sum(  # of two exchanges: there, and back; together all bytes
         _seconds(network, 0, [(peer, size) for peer in range(1, degree)]) for size in (to_peer, 0.0)
     )
-    return times * seconds * (1 + network.publishing), int(times * to_peer * (degree - 1))
+    seconds = seconds * (1 + network.publishing) + 2 * network.waiting
+    return times * seconds, int(times * to_peer * (degree - 1))

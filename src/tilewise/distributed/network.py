@@ -18,7 +18,7 @@ from tilewise.distributed.ranks import Ranks
 
 BACKWARD_FLOPS = 2.5  # of those of the forward: five products instead of two
 TAKEN_BY_NCCL = 0.6  # fitted to runs on two and on four GPUs
-PUBLISHING = 0.8  # fitted likewise, where ranks read each other's memory
+PUBLISHING, WAITING = 0.8, 3e-5  # fitted likewise, where ranks read each other's memory
 
 
 class Network(NamedTuple):
@@ -33,7 +33,8 @@ class Network(NamedTuple):
     backward_flops: float | None = None  # FLOP/s of the backward on one rank; None: as of the forward
     peer_bandwidth: float | None = None  # bytes/s into a rank from one other of its node; None: bandwidth
     taken: float = 0.0  # the share of a rank's speed that messages take while they travel
-    publishing: float = 0.0  # seconds, for each second of reading, of copying it there and of waiting
+    publishing: float = 0.0  # seconds, for each second of reading, of copying it there
+    waiting: float = 0.0  # seconds until all ranks may read, each time
 
 
 _measured: dict[tuple[Any, torch.dtype, torch.device], Network] = {}
@@ -92,6 +93,7 @@ def _measure(ranks: Ranks, dtype: torch.dtype, device: torch.device) -> Network:
         peer_bandwidth=large / max(of_one - latency, 1e-9),
         taken=0.0 if is_cpu or memory is not None else TAKEN_BY_NCCL,
         publishing=0.0 if memory is None else PUBLISHING,
+        waiting=0.0 if memory is None else WAITING,
     )
 
 
@@ -148,7 +150,7 @@ def check_network(network: Any) -> None:
             check_counts(**{"network.per_node": value})
         else:
             check_number(f"network.{name}", value)
-            may_be_0 = name.endswith("latency") or name in ("taken", "publishing")
+            may_be_0 = name.endswith("latency") or name in ("taken", "publishing", "waiting")
             if not (value >= 0 if may_be_0 else value > 0) or value == float("inf"):
                 bound = "at least 0" if may_be_0 else "positive"
                 raise ValueError(f"network.{name}={value} must be finite and {bound}")

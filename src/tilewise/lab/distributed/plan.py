@@ -11,7 +11,7 @@ import typer
 
 from tilewise.distributed import Network, explain
 from tilewise.distributed.cost import Choice
-from tilewise.distributed.network import PUBLISHING, TAKEN_BY_NCCL
+from tilewise.distributed.network import PUBLISHING, TAKEN_BY_NCCL, WAITING
 from tilewise.lab.bench import results
 from tilewise.lab.bench.cases import Case
 from tilewise.lab.bench.cli import one_line_errors
@@ -139,9 +139,9 @@ def compare(found: results.Results, network: Network) -> list[Point]:
         raise BenchError(f"a file of suite {found['suite']!r} on one device has nothing to compare with")
     if "network" in found:
         recorded = Network(**found["network"])  # the model's constants are today's
-        publishing = PUBLISHING if recorded.publishing else 0.0
+        publishing, waiting = (PUBLISHING, WAITING) if recorded.publishing else (0.0, 0.0)
         taken = 0.0 if publishing or found["device"]["type"] != "cuda" else network.taken
-        network = recorded._replace(taken=taken, publishing=publishing)
+        network = recorded._replace(taken=taken, publishing=publishing, waiting=waiting)
     devices = world if found["device"]["type"] == "cuda" else 1
     points = []
     for record in found["cases"]:
