@@ -14,7 +14,7 @@ import torch
 from tilewise.core.torch_private import share, symmetric_tensor
 from tilewise.distributed import peer_memory, wire
 from tilewise.distributed.layout import make_layout
-from tilewise.distributed.ranks import Ranks, to_device
+from tilewise.distributed.ranks import Ranks, kept_on_device, to_device
 from tilewise.distributed.schedule import Rules, traffic
 
 RANKS = Ranks("group", 1, 3, (4, 5, 6))
@@ -133,16 +133,33 @@ def test_what_a_graph_reads_stays_and_none_is_made_in_a_capture():
         mock.patch.object(peer_memory, "_can_read", {}),
     ):
         memory.publish([], Stream("capturing", []))
-        memory.keep(index := torch.zeros(3))
         memory.leave()
-        assert captured == [memory] and memory.kept[0] is index
+        assert captured == [memory]
         with pytest.raises(RuntimeError, match="outside of the capture"):
             peer_memory.can_read(RANKS, DEVICE)
         with pytest.raises(RuntimeError, match="first with its lengths"):
-            to_device(index, DEVICE)
-    with mock.patch("torch.cuda.is_current_stream_capturing", return_value=False):
-        memory.keep(index)
-    assert len(memory.kept) == 1  # an eager call keeps nothing
+            to_device(torch.zeros(3), DEVICE)
+
+
+def test_what_a_graph_has_taken_is_never_forgotten():
+    made = []
+
+    @kept_on_device(2)
+    def index(number, device):
+        made.append(number)
+        return torch.full((3,), number)
+
+    def find(number, is_capturing):
+        with mock.patch("torch.cuda.is_current_stream_capturing", return_value=is_capturing):
+            return index(number, DEVICE)
+
+    first = find(0, False)
+    assert find(0, True) is first and made == [0]
+    for number in range(1, 5):
+        find(number, False)
+    assert find(0, False) is first and find(0, True) is first and made == [0, 1, 2, 3, 4]
+    find(1, False)
+    assert made == [0, 1, 2, 3, 4, 1]  # no graph has taken it
 
 
 def test_copies_come_behind_what_was_asked_before_and_are_waited_for():

@@ -19,7 +19,7 @@ from tilewise.distributed import peer_memory
 from tilewise.distributed.layout import Layout
 from tilewise.distributed.parts import wide
 from tilewise.distributed.peer_memory import KEYS, PeerMemory, stream_of
-from tilewise.distributed.ranks import Ranks, to_device
+from tilewise.distributed.ranks import Ranks, kept_on_device, to_device
 from tilewise.distributed.schedule import Range
 from tilewise.distributed.wire import row_index
 from tilewise.gpu.launch.launch_plan import HAS_TRITON
@@ -217,7 +217,7 @@ def _scatter_by_reading(
             for peer, rows in zip(swap.ranks.peers, swap.rows, strict=True)
         ]
         result = t.new_empty((swap.length, *sources[0].shape[1:]))
-        _take(memory, result[:, None], sources, places)
+        _take(result[:, None], sources, places)
         results.append(result.transpose(0, 1))
     return tuple(results)
 
@@ -234,20 +234,19 @@ def _gather_by_reading(
         shape = t.shape[1], t.shape[0], *t.shape[2:]
         sources = [memory.read(peer, slot, shape, t.dtype) for peer in swap.ranks.peers]
         each = t.new_empty((t.shape[0], _count(ranges), world * t.shape[2], t.shape[3]))
-        _take(memory, each.unflatten(2, (world, -1)).permute(1, 2, 0, 3, 4), sources, places)
+        _take(each.unflatten(2, (world, -1)).permute(1, 2, 0, 3, 4), sources, places)
         if (count := own[-1].stop) < each.shape[2]:
             each = each.unflatten(2, (count, -1)).sum(3, dtype=wide(t.dtype)).to(t.dtype)
         results.append(each)
     return tuple(results)
 
 
-def _take(memory: PeerMemory, target: Tensor, sources: list[Tensor], places: tuple[Tensor, Tensor]) -> None:
+def _take(target: Tensor, sources: list[Tensor], places: tuple[Tensor, Tensor]) -> None:
     """target[i, c] = sources[which[i, c]][row[i, c]], each (batch, heads, dim); places: which and row."""
     which, row = places
     if target.is_cuda and HAS_TRITON and len(sources) <= MOST_SOURCES:
         from tilewise.gpu.launch.take import take
 
-        memory.keep(which, row)
         take(target, sources, which, row)
         return
     for number, source in enumerate(sources):
@@ -255,7 +254,7 @@ def _take(memory: PeerMemory, target: Tensor, sources: list[Tensor], places: tup
         target[is_of] = source[row[is_of]]
 
 
-@functools.lru_cache(maxsize=32)
+@kept_on_device(32)
 def _tokens_of_all(rows: tuple[tuple[Range, ...], ...], device: torch.device) -> tuple[Tensor, Tensor]:
     """Whose each token of a group is, and which of that rank's: (tokens, 1) int32."""
     which = torch.empty(max((r[-1][1] for r in rows if r), default=0), 1, dtype=torch.int32, device="cpu")
@@ -269,7 +268,7 @@ def _tokens_of_all(rows: tuple[tuple[Range, ...], ...], device: torch.device) ->
     return to_device(which, device), to_device(row, device)
 
 
-@functools.lru_cache(maxsize=32)
+@kept_on_device(32)
 def _own_tokens_of_all(ranges: tuple[Range, ...], world: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Of each rank's results those for a rank's tokens: (tokens, ranks) int32."""
     own = [torch.arange(a, b, dtype=torch.int32, device="cpu") for a, b in ranges]

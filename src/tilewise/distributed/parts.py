@@ -26,7 +26,7 @@ from tilewise.core.plan import Results
 from tilewise.core.problem import Gradients, Inputs, Options
 from tilewise.core.signature import Request
 from tilewise.dispatch import plans
-from tilewise.distributed.ranks import to_device
+from tilewise.distributed.ranks import kept_on_device, to_device
 from tilewise.distributed.schedule import Block, Step
 from tilewise.gpu.launch.launch_plan import HAS_TRITON
 
@@ -78,7 +78,7 @@ class Part:
     packing: Packing | None = None
 
 
-@functools.lru_cache(maxsize=1024)
+@kept_on_device(1024)
 def parts_of(step: Step, packs: bool, device: Any) -> tuple[Part, ...]:
     """The calls of a step. `packs`: blocks that have the same window share one, as far as rows ascend."""
     blocks = step.blocks

@@ -137,7 +137,6 @@ class PeerMemory:
         self.slots: list[int] = []  # where each begins
         self.stream: torch.cuda.Stream | None = None
         self.is_captured = False
-        self.kept: list[Tensor] = []
         self.views: dict[tuple[Any, ...], Tensor] = {}  # as short calls would make the same again
 
     def publish(self, tensors: Sequence[Tensor], stream: torch.cuda.Stream | None) -> None:
@@ -165,11 +164,6 @@ class PeerMemory:
                 found = self.buffers[self.ranks.peers.index(peer)][start:end].view(dtype).view(shape)
             self.views[key] = found
         return found
-
-    def keep(self, *tensors: Tensor) -> None:
-        """For a CUDA graph that is being captured, which reads them when it is replayed."""
-        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            self.kept += tensors
 
     def leave(self) -> None:
         """Wait until no rank reads it any more. All ranks take part."""

@@ -14,7 +14,7 @@ from tilewise.distributed import peer_memory
 from tilewise.distributed.layout import Layout
 from tilewise.distributed.parts import Totals
 from tilewise.distributed.peer_memory import GRADIENTS, KEYS, PeerMemory, copy_beside, stream_of
-from tilewise.distributed.ranks import Ranks, to_device
+from tilewise.distributed.ranks import Ranks, kept_on_device, to_device
 from tilewise.distributed.schedule import Message, Range, Rules, Step, traffic
 
 Rows = tuple[Tensor, ...]  # keys and values, or their gradients: (tokens, batch, KV heads, dim)
@@ -339,7 +339,7 @@ def _count(rows: tuple[Range, ...]) -> int:
     return sum(b - a for a, b in rows)
 
 
-@functools.lru_cache(maxsize=1024)
+@kept_on_device(1024)
 def row_index(rows: tuple[Range, ...], device: Any) -> Tensor:
     """int64 (rows,): ranges of rows, one behind the other."""
     ranges = [torch.arange(a, b, device="cpu") for a, b in rows]
