@@ -138,7 +138,7 @@ def attention_forward(
     pattern = _pattern(attention_mask, query.shape[1], seqlen_k)
     if pattern is not None:
         options["window"], used_k = pattern.window, pattern.used_k
-        attention_mask = None if pattern.padding is None else pattern.padding[:, None, None]
+        attention_mask = pattern.key_mask
         if starts is None and pattern.sequence_ids is not None:
             starts, longest = (pattern.cu_seqlens, pattern.cu_seqlens), (None, None)
     elif attention_mask is None:
@@ -150,10 +150,12 @@ def attention_forward(
     if starts is not None:
         same = _same_sequence(*starts, query.shape[0], query.shape[1], seqlen_k)
         mask = same if mask is None else mask & same
-    mask, bias = (t if t is None or t.shape[-1] == 1 else t[..., :used_k] for t in (mask, bias))
+    mask, bias = (t if t is None or t.shape[-1] in (1, used_k) else t[..., :used_k] for t in (mask, bias))
+    if used_k < seqlen_k:
+        key, value = key[:, :used_k], value[:, :used_k]
     if output_attentions:
         options["return_aux"] = Aux(rows=weight_rows)
-    found = attention(query, key[:, :used_k], value[:, :used_k], mask=mask, bias=bias, **options)
+    found = attention(query, key, value, mask=mask, bias=bias, **options)
     if not output_attentions:
         return found, None  # type: ignore[return-value]
     out, aux = found

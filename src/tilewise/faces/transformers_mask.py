@@ -56,6 +56,11 @@ class Pattern:
         return left, None if right is not None and right >= self.seqlen_q - 1 else right
 
     @functools.cached_property
+    def key_mask(self) -> Tensor | None:
+        """(batch, 1, 1, seqlen_k): the padding as a mask, one view for all layers."""
+        return None if self.padding is None else self.padding[:, None, None]
+
+    @functools.cached_property
     def cu_seqlens(self) -> Tensor:
         """(sequences + 1,) offsets of the packed sequences in the flattened (batch * seqlen) tokens."""
         ids = self.sequence_ids
