@@ -185,31 +185,59 @@ SHAPING = {  # options, and shapes of tensors with their dtypes
             "alibi_slopes": ((2, 4), torch.float32),
         },
     ),
+    "packed": (Options(causal=True), {}),
+    "packed dropout": (Options(dropout_p=0.1), {"dropout_seed": ((), torch.int64)}),
 }
 
 
-@pytest.mark.parametrize("dim", [64, 128])
-@pytest.mark.parametrize("call", SHAPING)
-def test_later_calls_with_a_mask_or_dropout_launch_what_the_first_does(call, dim, recorder):
+def unnamed(launch):
+    """A launch without names of memory that calls allocate: it may be where earlier memory was."""
+    if isinstance(launch, (tuple, list)):
+        return [unnamed(item) for item in launch]
+    return "scratch" if str(launch).startswith("scratch") else launch
+
+
+WITH_MORE = [(call, dim) for call in SHAPING for dim in (64, 128)] + [("packed", 256)]
+
+
+@pytest.mark.parametrize("call, dim", WITH_MORE)
+def test_later_calls_with_more_tensors_launch_what_the_first_does(call, dim, recorder):
     """Each call has tensors of its own: a mask is scanned, and the kernels read that scan."""
     options, shapes = SHAPING[call]
-    plans_made, found = [], []
+    plans_made, found, compiled = [], [], []
     for recorder.is_profiled in (False, False, False, True):
         q, k, v, out, lse, residual, dout = draw((dim, dim), (100, 130), "bshd", 0)
         more = {name: torch.zeros(shape, dtype=dtype) for name, (shape, dtype) in shapes.items()}
+        if "packed" in call:
+            q, k, v, out, dout = (t.flatten(0, 1) for t in (q, k, v, out, dout))
+            lse, residual = (t.transpose(0, 1).flatten(1) for t in (lse, residual))
+            more |= {f"cu_seqlens_{name}": torch.zeros(4, dtype=torch.int32) for name in "qk"}
+            options = options._replace(max_seqlen_q=90, max_seqlen_k=120)
         inputs, results = Inputs(q, k, v, **more), Results(out, lse, residual)
         if not plans_made:
             forward = plan_of("hopper", options, Request(True, True), inputs)
             plans_made = [forward, plan_of("hopper", options, Request(), inputs, (*results, dout, None))]
             recorder.forget()
         new = plans_made[0].run(inputs)
+        assert [t.shape for t in new] == [t.shape for t in results]
         launched = recorder.take((*inputs, *new))
         grads = plans_made[1].run(inputs, results, dout, None)[:3]
-        found.append(launched + recorder.take((*inputs, *results, dout, *grads)))
-    assert len(found[0]) == 4 + 4 * ("mask" in shapes)
-    assert found[1] == found[0] and found[2] == found[0] and found[3] == found[0]
+        launched += recorder.take((*inputs, *results, dout, *grads))
+        found.append(launched)
+        compiled.append(recorder.compiled)
+        by_name = [(kernel.__name__, arguments) for kernel, _, arguments in launched]
+        for user, scanned in (("attn_fwd", "list_tiles"), ("attn_bwd_kernel", "list_queries")):
+            for lists in [arguments[1] for name, arguments in by_name if name.startswith(scanned)]:
+                (reads,) = [arguments for name, arguments in by_name if name.startswith(user)]
+                assert lists in reads
+    scans, orders = 4 * ("mask" in shapes), (2 + (dim > 128)) * ("packed" in call)
+    assert len(found[0]) == 4 + scans + orders
+    assert unnamed(found[2]) == unnamed(found[3]) == unnamed(found[0])
+    orders_twice = [launch for launch in unnamed(found[1]) if launch[0].__name__ == "order_sequences_kernel"]
+    assert len(orders_twice) == 2 * orders  # the second call finds its launches, and starts them
+    assert {str(launch) for launch in unnamed(found[1])} == {str(launch) for launch in unnamed(found[0])}
     assert all(plan._again is not None for plan in plans_made)
-    assert recorder.compiled == 2 * len(found[0])  # the first call, and the one that is profiled
+    assert compiled[0] == compiled[1] == compiled[2] >= 4
 
 
 def test_a_mask_of_other_values_is_scanned_again(recorder):

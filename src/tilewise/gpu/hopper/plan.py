@@ -37,7 +37,7 @@ MAX_HEAD_DIM = 256  # but for latent attention
 
 
 def plan(problem: AttentionProblem, signature: Signature) -> Plan:
-    """Dense calls without optional tensors, and few queries to a cache, are launched again as they were."""
+    """Calls with the tensors of `REPEATED`, and few queries to a cache, are launched again as they were."""
     if signature.direction == "statistics":
         return StatisticsPlan(problem, signature.aux)  # type: ignore[return-value]
     given, problem = problem, without_functions(problem)
@@ -171,10 +171,12 @@ def _watched(request: Request, problem: AttentionProblem, inputs: Inputs) -> Wat
     return Watched(Results(in_order(out, request.order), lse, residual), row_max, entropy)
 
 
-REPEATED = {"mask", "alibi_slopes", "dropout_seed"}  # tensors of calls launched again; a bias may be copied
+REPEATED = {  # tensors of calls launched again; a bias may be copied first
+    "cu_seqlens_q", "cu_seqlens_k", "mask", "alibi_slopes", "dropout_seed",
+}  # fmt: skip
 
 
-def _given_dense(inputs: Inputs) -> Given | None:
+def _given(inputs: Inputs) -> Given | None:
     """query, key and value; with all others behind them if there are some, of `REPEATED` alone."""
     if not any(t is not None for t in inputs[3:]):
         return inputs[:3]
@@ -195,13 +197,14 @@ def _again_forward(problem: AttentionProblem, order: str, residual: bool, given:
     def more(given: Given) -> tuple[Tensor | None, ...]:
         inputs = Inputs(*given)
         mask = forward_launch.map_of(problem, inputs, config)
+        ordered = host.order_sequences(problem, *inputs[3:5], config.BLOCK_M // config.PACK)
         counter = host.scheduler_counter(inputs.query.device)
-        return (counter, *mask[:2], *host.extras_of(problem, inputs))
+        return (*ordered, counter, *mask[:2], *host.extras_of(problem, inputs))
 
     def steps(given: Given, new: Given) -> list[Step]:
-        out, lse, rest, counter, tiles, bits, *extras = new
-        tensors = (*given[:3], *[None] * 5, *extras)
-        fresh = (out, lse, rest, None, None, None, None, counter, tiles, bits)
+        out, lse, rest, *scheduled = new[:8]
+        tensors = (*given[:3], None, *Inputs(*given)[3:5], None, None, *new[8:])
+        fresh = (out, lse, rest, None, None, *scheduled)
         return [Step(forward_launch.forward_launch, tensors, (config, strides), fresh)]
 
     return again_forward(problem, order, residual, given, steps, more)
@@ -258,7 +261,7 @@ FORWARD = (  # the first that serve a problem
         lambda problem: problem.is_8_bit,
         lambda problem, inputs, order, residual: fp8_launch.forward(problem, inputs),
         _never_again,
-        _given_dense,
+        _given,
     ),
     Kernels(
         mla_launch.is_latent,
@@ -278,7 +281,7 @@ FORWARD = (  # the first that serve a problem
             problem, inputs, order=order, residual=residual
         ),
         _again_forward,
-        _given_dense,
+        _given,
     ),
 )
 
@@ -294,8 +297,8 @@ def _backward(
 
 
 def _given_to_backward(inputs: Inputs, results: Results, dout: Tensor, dlse: Tensor | None) -> Given | None:
-    """query, key, value, out, lse, residual, dout, and what `_given_dense` has behind the first three."""
-    given = _given_dense(inputs) if dlse is None else None
+    """query, key, value, out, lse, residual, dout, and what `_given` has behind the first three."""
+    given = _given(inputs) if dlse is None else None
     return None if given is None else (*given[:3], *results, dout, *given[3:])
 
 
@@ -305,30 +308,41 @@ def _again_backward(problem: AttentionProblem, given: Given) -> Again | None:
     if not is_ready or not all(t is None or t.is_contiguous() for t in (lse, residual)):
         return None
     if _is_wide(problem):
-        wide = wide_launch.wide_config(problem)
-        stats = backward_launch.stats_shape(problem, wide)
-        return again_backward(
-            problem,
-            given,
-            lambda given, new: wide_launch.steps(wide, given[:7], new),
-            [stats],
-            lambda given: host.shared_counters(given[0].device),
-        )
+        return _again_wide(problem, given)
     config = backward_launch.backward_config(problem)
     division = backward_launch.divide(problem, config, host.num_sms(torch.cuda.current_device()))
-    strides = backward_launch.map_of(problem, Inputs(*tensors[:3], *others), config)[2:]
+    strides = backward_launch.map_of(problem, Inputs(*given[:3], *others), config)[2:]
 
     def more(given: Given) -> tuple[Tensor | None, ...]:
         inputs = Inputs(*given[:3], *given[7:])
+        cu_q, cu_k = inputs[3:5]
         mask = backward_launch.map_of(problem, inputs, config)
         counter = host.scheduler_counter(inputs.query.device)
-        return (counter, *mask[:2], *host.extras_of(problem, inputs, True))
+        ordered = host.order_sequences(problem, cu_k, cu_q, config.BLOCK_N)
+        return (counter, *mask[:2], *ordered, *host.extras_of(problem, inputs, True))
 
     def steps(given: Given, new: Given) -> list[Step]:
-        *new, tiles, bits, seed, slopes, bias = new
-        optional = (*[None] * 5, seed, slopes, bias)
+        *new, tiles, bits, order, first_tile, seed, slopes, bias = new
+        optional = (None, *Inputs(*given[:3], *given[7:])[3:5], order, first_tile, seed, slopes, bias)
         mask = TransposedMap(tiles, bits, *strides)
         return backward_launch.steps(config, division, given[:7], new, optional, mask)
 
-    scratch = backward_launch.scratch_shapes(problem, config, division)
+    scratch = backward_launch.scratch_shapes(problem, config, division, given[0].shape[-3])
     return again_backward(problem, given, steps, scratch, more)
+
+
+def _again_wide(problem: AttentionProblem, given: Given) -> Again | None:
+    """Of kernels that take no mask, slopes or dropout."""
+    config = wide_launch.wide_config(problem)
+
+    def more(given: Given) -> tuple[Tensor | None, ...]:
+        counters = host.shared_counters(given[0].device)
+        offsets = Inputs(*given[:3], *given[7:])[3:5]
+        return (*counters, *wide_launch.ordered(problem, config, *offsets))
+
+    def steps(given: Given, new: Given) -> list[Step]:
+        optional = (None, *Inputs(*given[:3], *given[7:])[3:5], *new[6:])
+        return wide_launch.steps(config, given[:7], new[:6], optional)
+
+    stats = backward_launch.stats_shape(problem, config, given[0].shape[-3])
+    return again_backward(problem, given, steps, [stats], more)

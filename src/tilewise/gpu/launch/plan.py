@@ -1,8 +1,8 @@
-"""Plans of GPU launches: the first call of a signature finds its launches, later ones only start them.
+"""Plans of GPU launches: the first call of a signature makes its launches, later ones only start them.
 
-The first call goes through `first`, which readies tensors, allocates, and has Triton compile what is new. If
-the launches of later calls then follow from addresses alone, `again` does those: allocations, the launches'
-arguments by the addresses of their tensors, and their start.
+The first call goes through `first`, which readies tensors, allocates, and has Triton compile what is new. The
+second looks whether launches follow from addresses alone. If so, `again` does them from then on: allocations,
+the launches' arguments by the addresses of their tensors, and their start.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class GpuPlan:
 
     Args:
         first: takes inputs and, in a backward, results, dout and dlse.
-        find_again: from the tensors of a call that has gone the first way, what serves later ones by theirs;
-            None if nothing does.
+        find_again: from the tensors of a call like one that has gone the first way, what serves it and later
+            ones; None if nothing does.
         given: the tensors of a call that `find_again`'s answer takes; None for calls that have others.
     """
 
@@ -53,7 +53,7 @@ class GpuPlan:
         self._may_repeat = is_here and all(t.misalignment == 0 and t.device.type == "cuda" for t in tensors)
         self._device = tensors[0].device.index
         self._again: Again | None = None
-        self._was_asked = False
+        self._is_first, self._is_second = True, False
 
     def run(
         self,
@@ -63,17 +63,18 @@ class GpuPlan:
         dlse: Tensor | None = None,
     ) -> Any:
         arguments = (inputs,) if results is None else (inputs, results, dout, dlse)
+        if self._is_second and torch.cuda.current_device() == self._device:
+            self._is_second, tensors = False, self._given(*arguments)
+            # views, as the same tensor may have been given twice; of a mask, as what was made of it is kept
+            if tensors is not None:
+                self._again = self._find_again([None if t is None else t.view_as(t) for t in tensors])
         if self._again is not None and torch.cuda.current_device() == self._device:
             found = self._again(self._given(*arguments))  # type: ignore[arg-type]
             if found is not None:
                 return found
         found = self._first(self.problem, *arguments)
-        if self._may_repeat and not self._was_asked and torch.cuda.current_device() == self._device:
-            self._was_asked = True
-            tensors = self._given(*arguments)
-            # views, as the same tensor may have been given twice; of a mask, as what was made of it is kept
-            if tensors is not None:
-                self._again = self._find_again([None if t is None else t.view_as(t) for t in tensors])
+        if self._is_first:
+            self._is_first, self._is_second = False, self._may_repeat
         return found
 
 
@@ -118,10 +119,12 @@ class PlannedLaunches(dict[tuple[int, ...], list[tuple[LaunchPlan, list[Any]]]])
         self[addresses] = launches
         return launches
 
+    def is_watched(self) -> bool:
+        """Whether a profiler wants to be told of launches: then the first way has to serve."""
+        return self._plans[0][0].is_watched()
+
     def start(self, tensors: Given) -> bool:
-        """Whether they were started: not if a profiler wants to be told, or a tensor is not aligned."""
-        if self._plans[0][0].is_watched():
-            return False
+        """Whether they were started: not if a tensor is not aligned."""
         launches = self[tuple([0 if t is None else t.data_ptr() for t in tensors])]
         for plan, arguments in launches:
             plan.start(arguments)
@@ -149,7 +152,7 @@ def again_forward(
     steps: Callable[[Given, Given], Sequence[Step]],
     more: More = lambda given: (),
 ) -> Again | None:
-    """A dense forward of query, key and value, the first three of `given`.
+    """A forward of query, key and value, the first three of `given`.
 
     Args:
         residual: whether what rounding took from lse is asked for.
@@ -157,9 +160,9 @@ def again_forward(
         more: tensors that a call's launches read or share with others, from what is given.
     """
     query = given[0]
-    batch, seqlen, heads = query.shape[:-1]
-    new_out = allocator(query, (batch, seqlen, heads, problem.head_dim_v), query.dtype, order)
-    new_lse = allocator(query, (batch, heads, seqlen), torch.float32)
+    *batch, seqlen, heads = query.shape[:-1]
+    new_out = allocator(query, (*query.shape[:-1], problem.head_dim_v), query.dtype, order)
+    new_lse = allocator(query, (*batch, heads, seqlen), torch.float32)
     new = [new_out(), new_lse(), new_lse() if residual else None, *more(given)]
     locations: dict[int, Location | None] = {id(None): None}
     locations |= {id(t): Location(n) for n, t in enumerate((*given, *new)) if t is not None}
@@ -168,6 +171,8 @@ def again_forward(
         return None
 
     def again(given: Given) -> Results | None:
+        if planned.is_watched():
+            return None
         out, lse, rest = new_out(), new_lse(), new_lse() if residual else None
         is_started = planned.start((*given, out, lse, rest, *more(given)))
         return Results(out, lse, rest) if is_started else None
@@ -182,7 +187,7 @@ def again_backward(
     scratch: Sequence[tuple[int, ...]],
     more: More = lambda given: (),
 ) -> Again | None:
-    """A dense backward of query, key, value, out, lse, residual and dout, the first seven of `given`.
+    """A backward of query, key, value, out, lse, residual and dout, the first seven of `given`.
 
     Args:
         steps: all launches, from `given`, and dq, dk, dv, scratch and `more`.
@@ -207,6 +212,8 @@ def again_backward(
         return None
 
     def again(given: Given) -> Gradients | None:
+        if planned.is_watched():
+            return None
         dq, dk, dv, memory = [allocate() for allocate in allocators]
         is_started = planned.start((*given, dq, dk, dv, memory, *more(given)))
         return Gradients(dq, dk, dv) if is_started else None

@@ -41,13 +41,19 @@ def backward(
     stats = query.new_empty(stats_shape(problem, cfg, query.shape[-3]), dtype=torch.float32)
     cu_q, cu_k = inputs.cu_seqlens_q, inputs.cu_seqlens_k
     dlse, residual = (None if t is None else t.contiguous() for t in (dlse, residual))
-    ordered_k = host.order_sequences(problem, cu_k, cu_q, keys_config(cfg).BLOCK_N)
-    ordered_q = host.order_sequences(problem, cu_q, cu_k, QUERIES)
     given = (query, key, value, out, lse.contiguous(), residual, dout)
     new = (dq, dk, dv, stats, *host.shared_counters(query.device))
-    run_steps(problem, steps(cfg, given, new, (dlse, cu_q, cu_k, *ordered_k, *ordered_q)))
+    run_steps(problem, steps(cfg, given, new, (dlse, cu_q, cu_k, *ordered(problem, cfg, cu_q, cu_k))))
     dsinks = None if inputs.sinks is None else sinks_gradient(problem, inputs.sinks, stats, None, cfg)
     return Gradients(dq, dk, dv, None, dsinks)
+
+
+def ordered(
+    problem: AttentionProblem, cfg: WideBackwardConfig, cu_q: Tensor | None, cu_k: Tensor | None
+) -> Tensors:
+    """`order_sequences` of both sides: of keys, of queries."""
+    of_keys = host.order_sequences(problem, cu_k, cu_q, keys_config(cfg).BLOCK_N)
+    return (*of_keys, *host.order_sequences(problem, cu_q, cu_k, QUERIES))
 
 
 def steps(
