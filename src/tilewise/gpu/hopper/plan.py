@@ -31,6 +31,8 @@ from tilewise.gpu.launch.plan import (
     again_forward,
     allocator,
     function_plan,
+    given_to_backward,
+    given_to_forward,
 )
 
 MAX_HEAD_DIM = 256  # but for latent attention
@@ -49,7 +51,7 @@ def plan(problem: AttentionProblem, signature: Signature) -> Plan:
         return function_plan(problem, signature.request, forward, backward)
     if signature.direction == "backward":
         again = functools.partial(_again_backward, problem)
-        return GpuPlan(problem, signature, _backward, again, _given_to_backward)
+        return GpuPlan(problem, signature, _backward, again, given_to_backward)
     residual, order = signature.request.residual, signature.request.order
     kernels = forward_kernels(problem)
     first = functools.partial(_forward, order=order, residual=residual)
@@ -171,19 +173,6 @@ def _watched(request: Request, problem: AttentionProblem, inputs: Inputs) -> Wat
     return Watched(Results(in_order(out, request.order), lse, residual), row_max, entropy)
 
 
-REPEATED = {  # tensors of calls launched again; a bias may be copied first
-    "cu_seqlens_q", "cu_seqlens_k", "mask", "alibi_slopes", "dropout_seed",
-}  # fmt: skip
-
-
-def _given(inputs: Inputs) -> Given | None:
-    """query, key and value; with all others behind them if there are some, of `REPEATED` alone."""
-    if not any(t is not None for t in inputs[3:]):
-        return inputs[:3]
-    others = zip(inputs._fields[3:], inputs[3:], strict=True)
-    return None if any(t is not None and name not in REPEATED for name, t in others) else inputs
-
-
 def _never_again(problem: AttentionProblem, order: str, residual: bool, given: Given) -> None:
     return None
 
@@ -261,7 +250,7 @@ FORWARD = (  # the first that serve a problem
         lambda problem: problem.is_8_bit,
         lambda problem, inputs, order, residual: fp8_launch.forward(problem, inputs),
         _never_again,
-        _given,
+        given_to_forward,
     ),
     Kernels(
         mla_launch.is_latent,
@@ -281,7 +270,7 @@ FORWARD = (  # the first that serve a problem
             problem, inputs, order=order, residual=residual
         ),
         _again_forward,
-        _given,
+        given_to_forward,
     ),
 )
 
@@ -294,12 +283,6 @@ def _backward(
 ) -> Gradients:
     assert results.out is not None and results.lse is not None
     return backward(problem, inputs, results.out, results.lse, dout, dlse, results.residual)
-
-
-def _given_to_backward(inputs: Inputs, results: Results, dout: Tensor, dlse: Tensor | None) -> Given | None:
-    """query, key, value, out, lse, residual, dout, and what `_given` has behind the first three."""
-    given = _given(inputs) if dlse is None else None
-    return None if given is None else (*given[:3], *results, dout, *given[3:])
 
 
 def _again_backward(problem: AttentionProblem, given: Given) -> Again | None:

@@ -22,6 +22,8 @@ from tilewise.gpu.launch.launch_plan import LaunchPlan, Step, find
 
 MAX_ADDRESSES = 128  # calls whose arguments are kept: more than most models have layers
 SCRATCH_ALIGNMENT = 512  # bytes: where PyTorch's allocator would let a tensor start
+# Tensors besides query, key and value of calls that are launched again. A bias may be copied first.
+REPEATED = {"cu_seqlens_q", "cu_seqlens_k", "mask", "alibi_slopes", "dropout_seed"}
 Given = Sequence[Any]  # tensors; None where there is none
 Again = Callable[[Given], Any]  # None: the first way has to serve
 More = Callable[[Given], tuple[Tensor | None, ...]]
@@ -76,6 +78,20 @@ class GpuPlan:
         if self._is_first:
             self._is_first, self._is_second = False, self._may_repeat
         return found
+
+
+def given_to_forward(inputs: Inputs) -> Given | None:
+    """query, key and value; with all others behind them if there are some, of `REPEATED` alone."""
+    if not any(t is not None for t in inputs[3:]):
+        return inputs[:3]
+    others = zip(inputs._fields[3:], inputs[3:], strict=True)
+    return None if any(t is not None and name not in REPEATED for name, t in others) else inputs
+
+
+def given_to_backward(inputs: Inputs, results: Results, dout: Tensor, dlse: Tensor | None) -> Given | None:
+    """query, key, value, out, lse, residual, dout, and what `given_to_forward` has behind the first three."""
+    given = given_to_forward(inputs) if dlse is None else None
+    return None if given is None else (*given[:3], *results, dout, *given[3:])
 
 
 def function_plan(

@@ -190,18 +190,19 @@ def _readable(
 
 
 def plain_backward_steps(
-    problem: AttentionProblem, given: Sequence[Tensor], new: Sequence[Tensor]
+    problem: AttentionProblem, inputs: Inputs, given: Sequence[Tensor], new: Sequence[Tensor]
 ) -> list[Step]:
-    """The launches of a dense backward without optional tensors.
+    """The launches of a backward of query, key and value alone.
 
     Args:
-        given: query, key, value, out, lse, residual, dout.
+        inputs: as `launchable` gives them.
+        given: out, lse, residual, dout.
         new: dq, dk, dv, shift, low and delta.
     """
-    query, key, value, out, lse, residual, dout = given
+    out, lse, residual, dout = given
     dq, dk, dv, shift, low, delta = new
     results = Results(out, lse, residual, dout, None, shift, low, delta, None, dq, dk, dv)
-    return _steps(problem, Inputs(query, key, value), results, {})
+    return _steps(problem, inputs, results, {})
 
 
 def new_statistics(problem: AttentionProblem, lse: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:

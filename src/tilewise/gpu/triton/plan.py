@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 
 from torch import Tensor
 
@@ -11,15 +10,24 @@ from tilewise.core.plan import FunctionPlan, Plan, Results, Saves
 from tilewise.core.problem import AttentionProblem, Gradients, Inputs
 from tilewise.core.signature import Signature, in_order
 from tilewise.gpu.launch.launch_plan import Step
-from tilewise.gpu.launch.plan import Again, Given, GpuPlan, again_backward, again_forward, function_plan
-from tilewise.gpu.triton import launch, launch_decode
-from tilewise.gpu.triton.call import with_dense_rows
+from tilewise.gpu.launch.plan import (
+    Again,
+    Given,
+    GpuPlan,
+    again_backward,
+    again_forward,
+    function_plan,
+    given_to_backward,
+    given_to_forward,
+)
+from tilewise.gpu.triton import call, launch, launch_decode
+from tilewise.gpu.triton.call import launchable, with_dense_rows
 from tilewise.gpu.triton.launch import BiasGradient
 from tilewise.gpu.triton.statistics.plan import StatisticsPlan, redo_top_k as redo_top_k
 
 
 def plan(problem: AttentionProblem, signature: Signature) -> Plan:
-    """Calls without optional tensors are launched again as they were; others are readied anew."""
+    """Calls with the tensors of `REPEATED` are launched again as they were; others are readied anew."""
     if signature.direction == "statistics":
         return StatisticsPlan(problem, signature.aux)  # type: ignore[return-value]
     if signature.direction == "bias":
@@ -28,11 +36,11 @@ def plan(problem: AttentionProblem, signature: Signature) -> Plan:
         return function_plan(problem, signature.request, _forward, _backward)
     if signature.direction == "backward":
         again = functools.partial(_again_backward, problem)
-        return GpuPlan(problem, signature, _backward, again, _given_to_backward)
+        return GpuPlan(problem, signature, _backward, again, given_to_backward)
     residual, order = signature.request.residual, signature.request.order
     first = functools.partial(_forward, order=order, residual=residual)
     again = functools.partial(_again_forward, problem, order, residual)
-    return GpuPlan(problem, signature, first, again, _given_to_forward)
+    return GpuPlan(problem, signature, first, again, given_to_forward)
 
 
 def saves(problem: AttentionProblem) -> Saves:
@@ -44,18 +52,20 @@ def _forward(problem: AttentionProblem, inputs: Inputs, order: str, residual: bo
     return Results(in_order(out, order), *rest)
 
 
-def _given_to_forward(inputs: Inputs) -> Given | None:
-    return None if any(t is not None for t in inputs[3:]) else inputs[:3]
-
-
 def _again_forward(problem: AttentionProblem, order: str, residual: bool, given: Given) -> Again | None:
-    if any(with_dense_rows(t) is not t for t in given) or launch_decode.serves(problem):
+    if any(with_dense_rows(t) is not t for t in given[:3]) or launch_decode.serves(problem):
         return None
 
     def steps(given: Given, new: Given) -> list[Step]:
-        return [Step(launch.forward_launch, Inputs(*given), (None,), tuple(new))]
+        inputs, results = Inputs(*given[:3], *new[3:]), call.Results(*new[:3])
+        return [Step(launch.forward_launch, inputs, (None, None), results)]
 
-    return again_forward(problem, order, residual, given, steps)
+    return again_forward(problem, order, residual, given, steps, _others)
+
+
+def _others(given: Given) -> tuple[Tensor | None, ...]:
+    """What a forward reads besides query, key and value, as kernels take it."""
+    return launchable(Inputs(*given))[3:] if len(given) > 3 else ()
 
 
 def _backward(
@@ -74,19 +84,16 @@ def _bias_gradient(
     return launch.bias_gradient(problem, inputs, *given, residual=results.residual)
 
 
-def _given_to_backward(
-    inputs: Inputs, results: Results, dout: Tensor, dlse: Tensor | None
-) -> Sequence[Tensor] | None:
-    if dlse is not None or any(t is not None for t in inputs[3:]):
-        return None
-    return (*inputs[:3], *results, dout)  # type: ignore[return-value]
-
-
 def _again_backward(problem: AttentionProblem, given: Given) -> Again | None:
-    *tensors, lse, residual, dout = given
+    *tensors, lse, residual, dout = given[:7]
     is_ready = all(with_dense_rows(t) is t for t in (*tensors, dout))
     if not is_ready or not all(t is None or t.is_contiguous() for t in (lse, residual)):
         return None
+
+    def steps(given: Given, new: Given) -> list[Step]:
+        return launch.plain_backward_steps(problem, Inputs(*given[:3], *new[6:]), given[3:7], new[:6])
+
     rows = launch.padded_rows(problem, lse.shape)
-    steps = functools.partial(launch.plain_backward_steps, problem)
-    return again_backward(problem, given, steps, (rows, rows, rows))
+    return again_backward(
+        problem, given, steps, (rows, rows, rows), lambda given: _others((*given[:3], *given[7:]))
+    )
