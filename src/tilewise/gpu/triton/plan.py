@@ -39,6 +39,9 @@ def plan(problem: AttentionProblem, signature: Signature) -> Plan:
         return GpuPlan(problem, signature, _backward, again, given_to_backward)
     residual, order = signature.request.residual, signature.request.order
     first = functools.partial(_forward, order=order, residual=residual)
+    if launch_decode.serves(problem):
+        again = functools.partial(launch_decode.again, problem, order, residual)
+        return GpuPlan(problem, signature, first, again, lambda inputs: inputs)
     again = functools.partial(_again_forward, problem, order, residual)
     return GpuPlan(problem, signature, first, again, given_to_forward)
 
@@ -53,7 +56,7 @@ def _forward(problem: AttentionProblem, inputs: Inputs, order: str, residual: bo
 
 
 def _again_forward(problem: AttentionProblem, order: str, residual: bool, given: Given) -> Again | None:
-    if any(with_dense_rows(t) is not t for t in given[:3]) or launch_decode.serves(problem):
+    if any(with_dense_rows(t) is not t for t in given[:3]):
         return None
 
     def steps(given: Given, new: Given) -> list[Step]:
