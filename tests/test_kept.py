@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import gc
+from pathlib import Path
 
 import torch
 
+import tilewise
 from tilewise.core import kept
 from tilewise.core.kept import MAX_BYTES, MAX_TENSORS
 
@@ -71,3 +74,16 @@ def test_inference_tensors_and_transforms_are_looked_at_every_time():
     torch.vmap(lambda t: kept.kept((t,), (), lambda: calls.append(t), CPU) or t)(torch.ones(2, 3))
     torch.vmap(lambda t: kept.kept((t,), (), lambda: calls.append(t), CPU) or t)(torch.ones(2, 3))
     assert len(calls) == 2
+
+
+def test_what_graphs_may_read_is_in_no_cache_that_forgets():
+    """A function that makes a tensor on a device from numbers, and is cached, is `kept_on_device`."""
+    forgetting = []
+    for path in Path(tilewise.__file__).parent.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef) and "device" in [a.arg for a in node.args.args]:
+                decorators = " ".join(map(ast.unparse, node.decorator_list))
+                returns = ast.unparse(node.returns) if node.returns else ""
+                if "cache" in decorators and "Tensor" in returns:
+                    forgetting.append(f"{path.name}: {node.name}")
+    assert not forgetting

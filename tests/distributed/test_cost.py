@@ -71,6 +71,10 @@ def test_what_is_read_is_published_before():
     assert found["ulysses"].seconds == pytest.approx(1 + 4 * 1.25)
     slow = network._replace(bandwidth=10 * 4 * moved)
     assert methods(4000, network=slow, **options)["ring"].seconds == pytest.approx(1 + 0.25 / 10)
+    waits = network._replace(waiting=3.0)  # before either exchange of heads; before keys are read
+    assert methods(4000, network=waits, **options)["ulysses"].seconds == pytest.approx(1 + 4 * 1.25 + 2 * 3)
+    waits = slow._replace(waiting=3.0)
+    assert methods(4000, network=waits, **options)["ring"].seconds == pytest.approx(1 + 0.25 / 10 + 3)
 
 
 def test_messages_that_start_together_wait_once():

@@ -11,10 +11,11 @@ from unittest import mock
 import pytest
 import torch
 
+from tilewise.core.kept import kept_on_device
 from tilewise.core.torch_private import share, symmetric_tensor
 from tilewise.distributed import peer_memory, wire
 from tilewise.distributed.layout import make_layout
-from tilewise.distributed.ranks import Ranks, kept_on_device, to_device
+from tilewise.distributed.ranks import Ranks, to_device
 from tilewise.distributed.schedule import Rules, traffic
 
 RANKS = Ranks("group", 1, 3, (4, 5, 6))

@@ -14,10 +14,10 @@ transposed, two threads hold such a group, and each needs two of the four words.
 
 from __future__ import annotations
 
-import functools
-
 import torch
 from torch import Tensor
+
+from tilewise.core.kept import kept_on_device
 
 SQUARE = 16  # queries and keys whose weights share calls of the generator
 ROUNDS = 7
@@ -52,7 +52,7 @@ def with_origin(seed: Tensor, query: int, key: int, head: int, num_heads: int) -
     return torch.cat((seed.view(1), _on_device((query, key, head, num_heads), seed.device)))
 
 
-@functools.lru_cache(maxsize=1024)
+@kept_on_device(1024)
 def _on_device(numbers: tuple[int, ...], device: torch.device) -> Tensor:
     """Kept, as a copy to a GPU waits for it."""
     return torch.tensor(numbers, dtype=torch.int64, device=device)

@@ -1,7 +1,8 @@
-"""What is made of tensors' values, kept while the tensors live and are not written to."""
+"""What is made once and kept: of tensors' values, while they live and are not written to; of numbers."""
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
@@ -68,6 +69,31 @@ def kept(
             of_first.clear()
         of_first[key] = _Kept(versions, tuple(map(TensorWeakRef, bases[1:])), result, size)
     return result
+
+
+def kept_on_device(most: int) -> Callable[[Callable[..., Result]], Callable[..., Result]]:
+    """A cache of what a function makes of numbers on a device, its last argument; all can be hashed.
+
+    What the calls of a captured graph have taken is never forgotten, as its replays read it: a few numbers
+    for each length or layout that graphs were captured with.
+    """
+
+    def decorate(make: Callable[..., Result]) -> Callable[..., Result]:
+        cached: Callable[..., Result] = functools.lru_cache(most)(make)
+        captured: dict[tuple[Any, ...], Result] = {}
+
+        @functools.wraps(make)
+        def find(*arguments: Any) -> Result:
+            found = captured.get(arguments)
+            if found is None:
+                found = cached(*arguments)
+                if arguments[-1].type == "cuda" and torch.cuda.is_current_stream_capturing():
+                    captured[arguments] = found
+            return found
+
+        return find
+
+    return decorate
 
 
 def _bytes(result: Any) -> int:

@@ -15,11 +15,12 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from tilewise.core.kept import kept_on_device
 from tilewise.distributed import peer_memory
 from tilewise.distributed.layout import Layout
 from tilewise.distributed.parts import wide
 from tilewise.distributed.peer_memory import KEYS, PeerMemory, stream_of
-from tilewise.distributed.ranks import Ranks, kept_on_device, to_device
+from tilewise.distributed.ranks import Ranks, to_device
 from tilewise.distributed.schedule import Range
 from tilewise.distributed.wire import row_index
 from tilewise.gpu.launch.launch_plan import HAS_TRITON

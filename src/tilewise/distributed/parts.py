@@ -21,12 +21,13 @@ from tilewise.core.dropout import SQUARE, with_origin
 from tilewise.core.functions.captured import with_shift
 from tilewise.core.functions.evaluate import Buffers
 from tilewise.core.functions.expression import shifted
+from tilewise.core.kept import kept_on_device
 from tilewise.core.merge import merge_into
 from tilewise.core.plan import Results
 from tilewise.core.problem import Gradients, Inputs, Options
 from tilewise.core.signature import Request
 from tilewise.dispatch import plans
-from tilewise.distributed.ranks import kept_on_device, to_device
+from tilewise.distributed.ranks import to_device
 from tilewise.distributed.schedule import Block, Step
 from tilewise.gpu.launch.launch_plan import HAS_TRITON
 

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,8 +13,6 @@ from torch import Tensor
 
 from tilewise.core.checks import shown
 from tilewise.core.torch_private import flat_mesh
-
-Made = TypeVar("Made")
 
 
 @dataclass(frozen=True)
@@ -165,32 +162,8 @@ def flat_ranks(mesh: Any, group: Any) -> Ranks:
     return MeshRanks(flat.group, flat.rank, flat.world, flat.peers, mesh.get_group(0), mesh.get_group(1))
 
 
-def kept_on_device(most: int) -> Callable[[Callable[..., Made]], Callable[..., Made]]:
-    """A cache of what a function of hashable arguments, its device the last, makes with `to_device`.
-
-    What the calls of a captured graph have taken is never forgotten: its replays read it.
-    """
-
-    def decorate(make: Callable[..., Made]) -> Callable[..., Made]:
-        cached: Callable[..., Made] = functools.lru_cache(most)(make)
-        captured: dict[tuple[Any, ...], Made] = {}
-
-        @functools.wraps(make)
-        def find(*arguments: Any) -> Made:
-            found = captured.get(arguments)
-            if found is None:
-                found = cached(*arguments)
-                if arguments[-1].type == "cuda" and torch.cuda.is_current_stream_capturing():
-                    captured[arguments] = found
-            return found
-
-        return find
-
-    return decorate
-
-
 def to_device(t: Tensor, device: torch.device) -> Tensor:
-    """A copy for later calls, see `kept_on_device`. A CUDA graph that is being captured cannot make it."""
+    """A copy for later calls, by `kept_on_device`. A CUDA graph that is being captured cannot make it."""
     refuse_in_a_capture(device)
     with torch.inference_mode(False):  # a tensor made in it could not be saved for a backward
         return t.to(device)

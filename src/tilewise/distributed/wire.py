@@ -10,11 +10,12 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from tilewise.core.kept import kept_on_device
 from tilewise.distributed import peer_memory
 from tilewise.distributed.layout import Layout
 from tilewise.distributed.parts import Totals
 from tilewise.distributed.peer_memory import GRADIENTS, KEYS, PeerMemory, copy_beside, stream_of
-from tilewise.distributed.ranks import Ranks, kept_on_device, to_device
+from tilewise.distributed.ranks import Ranks, to_device
 from tilewise.distributed.schedule import Message, Range, Rules, Step, traffic
 
 Rows = tuple[Tensor, ...]  # keys and values, or their gradients: (tokens, batch, KV heads, dim)

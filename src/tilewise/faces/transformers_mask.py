@@ -57,7 +57,7 @@ class Pattern:
 
     @functools.cached_property
     def key_mask(self) -> Tensor | None:
-        """(batch, 1, 1, seqlen_k): the padding as a mask, one view for all layers."""
+        """(batch, 1, 1, seqlen_k): the padding as a mask."""
         return None if self.padding is None else self.padding[:, None, None]
 
     @functools.cached_property

@@ -17,7 +17,7 @@ from tilewise.core.functions import interval
 from tilewise.core.functions.evaluate import Buffers
 from tilewise.core.functions.expression import FLOAT, Functions
 from tilewise.core.functions.trace import Trace, line_of_load
-from tilewise.core.kept import kept
+from tilewise.core.kept import kept, kept_on_device
 
 
 def pack(trace: Trace, query: Tensor) -> Buffers:
@@ -60,7 +60,7 @@ def with_shift(buffers: Buffers, first: tuple[int, int, int, int], device: torch
     )
 
 
-@functools.lru_cache(maxsize=1024)
+@kept_on_device(1024)
 def _first_of_part(first: tuple[int, int, int, int], device: torch.device) -> Tensor:
     return torch.tensor(first, dtype=torch.int64, device=device)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -10,6 +9,7 @@ from torch import Tensor
 
 from tilewise.core.functions.evaluate import Buffers
 from tilewise.core.functions.expression import decode
+from tilewise.core.kept import kept_on_device
 from tilewise.core.problem import AttentionProblem, Inputs
 from tilewise.gpu.functions.source import KernelFunctions, kernel_functions
 
@@ -28,7 +28,7 @@ def layout_on(layout: Tensor | None, device: torch.device) -> Tensor | None:
     return None if layout is None else _layout_on(tuple(layout.tolist()), device)
 
 
-@functools.lru_cache(maxsize=1024)
+@kept_on_device(1024)
 def _layout_on(numbers: tuple[int, ...], device: torch.device) -> Tensor:
     """A layout on a GPU, copied there once."""
     with torch.inference_mode(False):

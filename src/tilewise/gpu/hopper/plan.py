@@ -178,7 +178,8 @@ def _never_again(problem: AttentionProblem, order: str, residual: bool, given: G
 
 
 def _again_forward(problem: AttentionProblem, order: str, residual: bool, given: Given) -> Again | None:
-    if any(host.tma_ready(t) is not t for t in given[:3]):
+    is_ready = all(host.tma_ready(t) is t for t in given[:3])
+    if not is_ready or not all(t is None or t.is_contiguous() for t in given[3:5]):
         return None
     config = forward_launch.forward_config(problem)
     strides = forward_launch.map_of(problem, Inputs(*given), config)[2:]
@@ -288,7 +289,7 @@ def _backward(
 def _again_backward(problem: AttentionProblem, given: Given) -> Again | None:
     (*tensors, lse, residual, dout), others = given[:7], given[7:]
     is_ready = all(host.tma_ready(t) is t for t in (*tensors, dout))
-    if not is_ready or not all(t is None or t.is_contiguous() for t in (lse, residual)):
+    if not is_ready or not all(t is None or t.is_contiguous() for t in (lse, residual, *others[:2])):
         return None
     if _is_wide(problem):
         return _again_wide(problem, given)

@@ -22,7 +22,7 @@ from tilewise.gpu.launch.launch_plan import LaunchPlan, Step, find
 
 MAX_ADDRESSES = 128  # calls whose arguments are kept: more than most models have layers
 SCRATCH_ALIGNMENT = 512  # bytes: where PyTorch's allocator would let a tensor start
-# Tensors besides query, key and value of calls that are launched again. A bias may be copied first.
+# Tensors besides query, key and value of calls that are launched again.
 REPEATED = {"cu_seqlens_q", "cu_seqlens_k", "mask", "alibi_slopes", "dropout_seed"}
 Given = Sequence[Any]  # tensors; None where there is none
 Again = Callable[[Given], Any]  # None: the first way has to serve
@@ -65,7 +65,7 @@ class GpuPlan:
         dlse: Tensor | None = None,
     ) -> Any:
         arguments = (inputs,) if results is None else (inputs, results, dout, dlse)
-        if self._is_second and torch.cuda.current_device() == self._device:
+        if self._is_second and not torch.cuda.is_current_stream_capturing():
             self._is_second, tensors = False, self._given(*arguments)
             # views, as the same tensor may have been given twice; of a mask, as what was made of it is kept
             if tensors is not None:

@@ -11,7 +11,7 @@ from typing import Any
 from tilewise.device import Device
 from tilewise.lab.bench import results
 from tilewise.lab.bench.cases import Case
-from tilewise.lab.bench.eight_bit_peers import eight_bit_peers
+from tilewise.lab.bench.eight_bit_peers import QUANTIZED, eight_bit_peers
 from tilewise.lab.bench.errors import BenchError
 from tilewise.lab.bench.plot import colours
 from tilewise.lab.bench.report import seconds
@@ -107,32 +107,34 @@ def softmax_intensity(itemsize: int = 2) -> float:
     return 4 / (2 * itemsize)
 
 
-def least(case: Case, machine: Machine | None, device: Device, is_8_bit: bool = False) -> Prediction:
+def least(case: Case, machine: Machine | None, device: Device, peer: str = "") -> Prediction:
     """The bound of a benchmark case: visible pairs only, each tensor moved once.
 
-    `machine` adds its special functions: one exponential a visible pair, in either direction. Products of 8
-    bits are twice as fast as those of 16, which are `device`'s, and tensors half as large.
+    `machine` adds its special functions: one exponential a visible pair, in either direction. A peer's
+    products of 8 bits are twice as fast as those of 16, which are `device`'s.
     """
-    halves = 2 if is_8_bit else 1
+    flops_per_second = device.flops_per_second * (2 if peer in EIGHT_BIT else 1)
+    moved = least_bytes(case, peer.endswith(QUANTIZED))
     times = {
-        MATMUL: case.flops() / device.flops_per_second / halves,
-        "HBM" if machine is not None else "memory": least_bytes(case) / device.bytes_per_second / halves,
+        MATMUL: case.flops() / flops_per_second,
+        "HBM" if machine is not None else "memory": moved / device.bytes_per_second,
     }
     if machine is not None:
         times[SPECIAL] = case.visible_pairs() / machine.special_per_second
     return Prediction(times)
 
 
-def least_bytes(case: Case) -> int:
+def least_bytes(case: Case, is_quantized: bool = False) -> int:
     """Every input read once and every output written once; lse is float32.
 
-    The backward reads Q, K, V, O, dO and lse and writes dQ, dK and dV.
+    The backward reads Q, K, V, O, dO and lse and writes dQ, dK and dV. Quantized inputs have a byte a number.
     """
     size = case.torch_dtype.itemsize
+    read = 1 if is_quantized else size
     queries = case.num_heads * sum(n for n, _ in case.sequences)
     keys = case.num_kv_heads * sum(n for _, n in case.sequences)
     d, dv = case.head_dim, case.head_dim_v
-    forward = (queries + keys) * (d + dv) * size + queries * 4
+    forward = ((queries + keys) * d + keys * dv) * read + queries * (dv * size + 4)
     if case.direction == "forward":
         return forward
     return forward + (queries * (d + dv) + keys * (d + dv)) * size
@@ -177,7 +179,7 @@ def points(found: Results) -> list[Point]:
         for peer in [ONE] if found["suite"] == "distributed" else record["peers"]:
             taken = seconds(record, peer)
             if taken is not None:
-                prediction = least(case, machine, device, peer in EIGHT_BIT)
+                prediction = least(case, machine, device, peer)
                 made.append(Point(record["name"], peer, device.name, prediction, taken))
     return made
 

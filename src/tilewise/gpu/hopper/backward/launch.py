@@ -54,8 +54,10 @@ def backward(
     if late_tiles(problem, cfg, division):
         scratch.append(dq.view(-1).view(torch.float32))
     scratch.append(query.new_empty(semaphores, dtype=torch.int32))
-    cu_q, cu_k = inputs.cu_seqlens_q, inputs.cu_seqlens_k
-    dlse, residual = (None if t is None else t.contiguous() for t in (dlse, residual))
+    dlse, residual, cu_q, cu_k = (
+        None if t is None else t.contiguous()
+        for t in (dlse, residual, inputs.cu_seqlens_q, inputs.cu_seqlens_k)
+    )
     ordered = host.order_sequences(problem, cu_k, cu_q, cfg.BLOCK_N)
     optional = (dlse, cu_q, cu_k, *ordered, *host.extras_of(problem, inputs, True))
     given = (query, key, value, out, lse.contiguous(), residual, dout)

@@ -39,8 +39,10 @@ def backward(
     query, key, value, out, dout = (host.tma_ready(t) for t in (*inputs[:3], out, dout))
     dq, dk, dv = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in inputs[:3])
     stats = query.new_empty(stats_shape(problem, cfg, query.shape[-3]), dtype=torch.float32)
-    cu_q, cu_k = inputs.cu_seqlens_q, inputs.cu_seqlens_k
-    dlse, residual = (None if t is None else t.contiguous() for t in (dlse, residual))
+    dlse, residual, cu_q, cu_k = (
+        None if t is None else t.contiguous()
+        for t in (dlse, residual, inputs.cu_seqlens_q, inputs.cu_seqlens_k)
+    )
     given = (query, key, value, out, lse.contiguous(), residual, dout)
     new = (dq, dk, dv, stats, *host.shared_counters(query.device))
     run_steps(problem, steps(cfg, given, new, (dlse, cu_q, cu_k, *ordered(problem, cfg, cu_q, cu_k))))

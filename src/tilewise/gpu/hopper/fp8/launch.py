@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tilewise.core import fp8
+from tilewise.core.kept import kept_on_device
 from tilewise.core.problem import AttentionProblem, Inputs
 from tilewise.core.quantized import KINDS, Quantized, num_blocks
 from tilewise.gpu.hopper.common import host
@@ -81,7 +82,7 @@ def _empty_blocks(t: Tensor, cu_seqlens: Tensor | None, dtype: torch.dtype, is_v
     )
 
 
-@functools.lru_cache(maxsize=64)
+@kept_on_device(64)
 def _matrix(dim: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     return fp8.hadamard(dim, device=device).to(dtype)
 
