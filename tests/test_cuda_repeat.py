@@ -68,6 +68,43 @@ def test_gradients_of_repeated_calls(backend):
         check_attention(q, k, v, causal=True, backend=backend)
 
 
+def more_tensors(kind, seed):
+    """Options of a call of `kind`, with tensors of its own, and the attention that takes them."""
+    generator = torch.Generator(device="cuda").manual_seed(seed)
+    if kind == "mask":
+        mask = torch.rand(2, 1, 1, 200, device="cuda", generator=generator) < 0.7
+        mask[..., 0] = True
+        return tilewise.attention, {"mask": mask}
+    if kind == "alibi":
+        slopes = torch.rand(4, device="cuda", generator=generator)
+        return tilewise.attention, {"alibi_slopes": slopes, "causal": True}
+    if kind == "dropout":
+        return tilewise.attention, {"dropout_p": 0.3, "generator": generator}
+    ends = torch.randint(1, 400, (3,), device="cuda", generator=generator).sort().values.int()
+    offsets = torch.cat([ends.new_zeros(1), ends, ends.new_full((1,), 400)])
+
+    def attend(q, k, v, **options):
+        packed = [t.flatten(0, 1) for t in (q, k, v)]
+        return tilewise.attention_varlen(*packed, offsets, offsets, 400, 400, **options).view(q.shape)
+
+    return attend, {"causal": True}
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("kind", ["mask", "alibi", "dropout", "packed"])
+def test_repeated_calls_with_more_tensors(backend, kind, dim):
+    for seed in (1, 2, 3, 4):
+        tensors, dout = [t.requires_grad_() for t in qkv(dim=dim)], draw(2, 200, 4, dim)
+        found = []
+        for to, name in ((torch.bfloat16, backend), (torch.float32, "tiled")):
+            attend, options = more_tensors(kind, seed)
+            given = [t.to(to) for t in tensors]
+            out = attend(*given, backend=name, **options)
+            found.append([out, *torch.autograd.grad(out, given, dout.to(to))])
+        for ours, exact in zip(*found, strict=True):
+            assert (ours.float() - exact).norm() < 1e-2 * exact.norm()
+
+
 def test_second_derivatives_of_repeated_calls(backend):
     found = []
     torch.manual_seed(0)
