@@ -120,9 +120,9 @@ class Location(NamedTuple):
 class PlannedLaunches(dict[tuple[int, ...], list[tuple[LaunchPlan, list[Any]]]]):
     """The launches of a call by the addresses of its tensors: plans, and all arguments of each."""
 
-    def __init__(self, plans: Sequence[tuple[LaunchPlan, Sequence[Location | None]]]) -> None:
-        """`plans`: each with the locations of its tensors."""
-        self._plans = plans
+    def __init__(self, plans: Sequence[tuple[LaunchPlan, Sequence[Location | None]]], are_kept: bool) -> None:
+        """`plans`: each with the locations of its tensors. are_kept: arguments, as addresses come again."""
+        self._plans, self._are_kept = plans, are_kept
 
     def __missing__(self, addresses: tuple[int, ...]) -> list[tuple[LaunchPlan, list[Any]]]:
         if len(self) >= MAX_ADDRESSES:
@@ -132,7 +132,8 @@ class PlannedLaunches(dict[tuple[int, ...], list[tuple[LaunchPlan, list[Any]]]])
             for plan, locations in self._plans:
                 absolute = [None if p is None else addresses[p.tensor] + p.offset for p in locations]
                 launches.append((plan, plan.arguments(absolute)))
-        self[addresses] = launches
+        if self._are_kept:
+            self[addresses] = launches
         return launches
 
     def is_watched(self) -> bool:
@@ -157,7 +158,8 @@ def plan_steps(
         if plan is None:
             return None
         found.append((plan, [locations[id(t)] for t in (*step.tensors, *step.fresh)]))
-    return PlannedLaunches(found)
+    # Packed calls have other totals in each step: arguments that none needs again would take 100 KB a step.
+    return PlannedLaunches(found, not problem.is_packed)
 
 
 def again_forward(
