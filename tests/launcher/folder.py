@@ -44,6 +44,7 @@ def call_on_gpu() -> None:
     driver.set_active(Driver())
     signature.device_of = lambda t: torch.device("cuda", 0)
     torch.cuda.current_device = lambda: 0
+    torch.cuda.is_current_stream_capturing = lambda: False
     gpus._at_hand = lambda index: gpus.GPUS["h200"]
     host.scheduler_counter = lambda device, number=0: torch.zeros(2, dtype=torch.int32)
     found = []

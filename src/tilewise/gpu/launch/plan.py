@@ -65,19 +65,24 @@ class GpuPlan:
         dlse: Tensor | None = None,
     ) -> Any:
         arguments = (inputs,) if results is None else (inputs, results, dout, dlse)
-        if self._is_second and not torch.cuda.is_current_stream_capturing():
-            self._is_second, tensors = False, self._given(*arguments)
-            # views, as the same tensor may have been given twice; of a mask, as what was made of it is kept
-            if tensors is not None:
-                self._again = self._find_again([None if t is None else t.view_as(t) for t in tensors])
-        if self._again is not None and torch.cuda.current_device() == self._device:
-            found = self._again(self._given(*arguments))  # type: ignore[arg-type]
+        if (self._again is not None or self._is_second) and torch.cuda.current_device() == self._device:
+            found = self._launch_again(arguments)
             if found is not None:
                 return found
         found = self._first(self.problem, *arguments)
         if self._is_first:
             self._is_first, self._is_second = False, self._may_repeat
         return found
+
+    def _launch_again(self, arguments: tuple[Any, ...]) -> Any:
+        """None where the first way has to serve."""
+        given = self._given(*arguments)
+        if self._is_second and not torch.cuda.is_current_stream_capturing():
+            self._is_second = False
+            # views, as the same tensor may have been given twice; of a mask, as what was made of it is kept
+            if given is not None:
+                self._again = self._find_again([None if t is None else t.view_as(t) for t in given])
+        return None if self._again is None or given is None else self._again(given)
 
 
 def given_to_forward(inputs: Inputs) -> Given | None:
