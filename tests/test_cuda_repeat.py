@@ -243,7 +243,8 @@ def test_repeated_steps_of_a_cache(backend, dim, kind, extra, made):
     kept = []
     for _ in range(5):
         q, k, v = draw(3, 2, 8, dim), draw(3, 2, 2, dim), draw(3, 2, 2, dim)
-        kept.append((q, k, v))  # so that addresses differ
+        options = {name: t.clone() for name, t in options.items()}
+        kept.append((q, k, v, options))  # so that addresses differ
         given = dict(zip(("rotary_cos", "rotary_sin"), tables)) if extra == "rotary" else {}
         given["backend"] = backend
         out, lse = tilewise.attention_with_cache(q, cache, k, v, **given, **options, return_lse=True)

@@ -324,35 +324,56 @@ def test_hopper_leaves_the_gradient_of_a_bias_to_another_kernel(shape, layout, r
     assert not any(launch.launch_pdl for launch in launches[-2:])
 
 
-@pytest.mark.parametrize("backend", ["hopper", "triton"])
+STEPS = {  # options, more tensors of a step, and backends that serve it by decoding
+    "plain": (Options(causal=True), {}, ("hopper", "triton")),
+    "window": (Options(window_left=100, softcap=5.0), {}, ("hopper", "triton")),
+    "sinks": (Options(causal=True), {"sinks": ((8,), torch.float32)}, ("hopper", "triton")),
+    "alibi": (Options(causal=True), {"alibi_slopes": ((8,), torch.float32)}, ("hopper", "triton")),
+    "mask": (Options(), {"mask": ((3, 1, 1, 512), torch.bool)}, ("triton",)),
+    "left padding": (Options(causal=True), {"leftpad_k": ((3,), torch.int32)}, ("triton",)),
+}
+
+
+@pytest.mark.parametrize("order", ["bshd", "bhsd"])
 @pytest.mark.parametrize("is_paged", [False, True], ids=["rows", "pages"])
-@pytest.mark.parametrize(
-    "options, extra",
-    [
-        (Options(causal=True), {}),
-        (Options(window_left=100, softcap=5.0), {}),
-        (Options(causal=True), {"sinks": torch.zeros(8)}),
-        (Options(causal=True), {"alibi_slopes": torch.zeros(8)}),
-    ],
-    ids=["plain", "window", "sinks", "alibi"],
-)
-def test_later_steps_of_a_cache_launch_what_the_first_does(options, extra, is_paged, backend, recorder):
+@pytest.mark.parametrize("step, backend", [(step, b) for step, found in STEPS.items() for b in found[2]])
+def test_later_steps_of_a_cache_launch_what_the_first_does(step, backend, is_paged, order, recorder):
+    """The queries are a slice of queries, keys and values: one token's stride says more than its shape."""
+    options, shapes, _ = STEPS[step]
+
     def inputs():
-        q = torch.zeros(3, 1, 8, 128, dtype=torch.bfloat16)
+        q = torch.zeros(3, 1, 3 * 8, 128, dtype=torch.bfloat16)[:, :, :8]
         shape = (16, 64, 2, 128) if is_paged else (3, 512, 2, 128)
         k, v = (torch.zeros(shape, dtype=torch.bfloat16) for _ in range(2))
-        table = torch.zeros(3, 5, dtype=torch.int32) if is_paged else None
+        table = torch.zeros(3, 8, dtype=torch.int32) if is_paged else None
         lengths = torch.full((3,), 290, dtype=torch.int32)
-        return Inputs(q, k, v, seqlens_k=lengths, page_table=table, **extra)
+        more = {name: torch.zeros(shape, dtype=dtype) for name, (shape, dtype) in shapes.items()}
+        return Inputs(q, k, v, seqlens_k=lengths, page_table=table, **more)
 
-    (plan, firsts), found = counted(plan_of(backend, options, Request(), inputs())), []
+    (plan, firsts), found = counted(plan_of(backend, options, Request(order=order), inputs())), []
     for recorder.is_profiled in (False, False, True):
         given = inputs()
         out, lse, residual = plan.run(given)
         assert out.shape == given.query.shape and lse.shape == (3, 8, 1) and residual is None
+        assert (out.transpose(1, 2) if order == "bhsd" else out).is_contiguous()
         found.append(recorder.take((*given, out, lse)))
     assert len(found[0]) == 2 and found[0] == found[1] == found[2]
     assert recorder.compiled == 4 and len(firsts) == (1 if backend == "hopper" else 2)
+
+
+def test_values_that_are_keys_in_some_steps_only(recorder):
+    """Kernels read them once: a plan serves both, so each step is looked at."""
+    x = torch.zeros(2, 3, 512, 2, 128, dtype=torch.bfloat16)
+    lengths = torch.full((3,), 290, dtype=torch.int32)
+    q = torch.zeros(3, 1, 8, 128, dtype=torch.bfloat16)
+    (plan, firsts), counts = counted(plan_of("triton", Options(), Request(), Inputs(q, x[0], x[0]))), []
+    shared = []
+    for value in (0, 0, 1, 0):
+        plan.run(Inputs(q, x[0], x[value][...], seqlens_k=lengths))
+        (_, _, arguments), _ = recorder.take(())
+        shared.append(arguments[-1].IS_SHARED)
+        counts.append(len(firsts))
+    assert shared == [True, True, False, True] and counts == [1, 1, 2, 2]
 
 
 @pytest.mark.parametrize("backend", ["hopper", "triton"])

@@ -22,7 +22,7 @@ from tilewise.gpu.launch.launch_plan import LaunchPlan, Step, find
 
 MAX_ADDRESSES = 128  # calls whose arguments are kept: more than most models have layers
 SCRATCH_ALIGNMENT = 512  # bytes: where PyTorch's allocator would let a tensor start
-# Tensors besides query, key and value of calls that are launched again.
+# Tensors besides query, key and value of calls that are launched again; decoding takes others, too.
 REPEATED = {"cu_seqlens_q", "cu_seqlens_k", "mask", "alibi_slopes", "dropout_seed"}
 Given = Sequence[Any]  # tensors; None where there is none
 Again = Callable[[Given], Any]  # None: the first way has to serve
@@ -81,7 +81,7 @@ class GpuPlan:
             self._is_second = False
             # views, as the same tensor may have been given twice; of a mask, as what was made of it is kept
             if given is not None:
-                self._again = self._find_again([None if t is None else t.view_as(t) for t in given])
+                self._again = self._find_again([None if t is None else t[...] for t in given])
         return None if self._again is None or given is None else self._again(given)
 
 
@@ -247,9 +247,9 @@ def again_backward(
 def allocator(
     like: Tensor, shape: Sequence[int], dtype: torch.dtype, order: str = "bshd"
 ) -> Callable[[], Tensor]:
-    """Makes new tensors, contiguous as `shape` says or, (batch, seqlen, heads, dim), in an order."""
+    """Makes new tensors, contiguous as `shape` says or, if (batch, seqlen, heads, dim), in an order."""
     shape, strides, device = tuple(shape), contiguous_strides(shape), like.device
-    if order == "bhsd":
+    if order == "bhsd" and len(shape) == 4:
         _, seqlen, heads, dim = shape
         strides = (heads * seqlen * dim, dim, seqlen * dim, 1)
     return lambda: torch.empty_strided(shape, strides, dtype=dtype, device=device)

@@ -192,7 +192,7 @@ def _readable(
 def plain_backward_steps(
     problem: AttentionProblem, inputs: Inputs, given: Sequence[Tensor], new: Sequence[Tensor]
 ) -> list[Step]:
-    """The launches of a backward of query, key and value alone.
+    """The launches of a backward that gives dq, dk and dv alone.
 
     Args:
         inputs: as `launchable` gives them.

@@ -11,7 +11,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from tilewise.core.plan import Results
 from tilewise.core.problem import AttentionProblem, Inputs
+from tilewise.core.signature import in_order
 from tilewise.gpu.launch.gpus import gpu_of
 from tilewise.gpu.launch.launch_plan import Launch, Step, Tensors, is_interpreted, run_steps
 from tilewise.gpu.launch.plan import Again, Given, again_forward
@@ -58,10 +60,10 @@ def forward(
 
 
 def again(problem: AttentionProblem, order: str, residual: bool, given: Given) -> Again | None:
-    """What `forward` does with the tensors of `Inputs`, if it need not copy any of them."""
+    """What `forward` does with the tensors of `Inputs`, if it need not copy what comes before the mask."""
     inputs = Inputs(*given)
     is_ready = all(a is b for a, b in zip(launchable(inputs)[:MASK], given[:MASK], strict=True))
-    if not is_ready or order != "bshd" or problem.batch == 0:
+    if not is_ready or problem.batch == 0:
         return None
     is_shared = _is_shared(inputs.key, inputs.value)
     cuts = _cuts(problem, _tile(problem, inputs.query.device, is_shared), inputs.query.device)
@@ -72,7 +74,18 @@ def again(problem: AttentionProblem, order: str, residual: bool, given: Given) -
     def steps(given: Given, new: Given) -> list[Step]:
         return _steps(Inputs(*given[:MASK], *new[6:]), cuts, is_shared, new[:6])
 
-    return again_forward(problem, order, residual, given, steps, more)
+    found = again_forward(problem, "bshd", residual, given, steps, more)
+
+    if found is None:
+        return None
+
+    def start(given: Given) -> Results | None:
+        if _is_shared(given[1], given[2]) != is_shared:  # a plan's tensors may differ in that
+            return None
+        results = found(given)
+        return results if results is None else results._replace(out=in_order(results.out, order))
+
+    return start
 
 
 def _splits(problem: AttentionProblem, cuts: Cuts, query: Tensor) -> tuple[Tensor, Tensor, Tensor]:

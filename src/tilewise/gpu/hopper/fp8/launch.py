@@ -84,7 +84,7 @@ def _empty_blocks(t: Tensor, cu_seqlens: Tensor | None, dtype: torch.dtype, is_v
 
 @kept_on_device(64)
 def _matrix(dim: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    return fp8.hadamard(dim, device=device).to(dtype)
+    return fp8.hadamard(dim, device="cpu").to(dtype).to(device)
 
 
 def _quantize_launch(problem: AttentionProblem, tensors: Tensors, kind: str) -> Launch:
