@@ -19,7 +19,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, library as torch_library
 
 from tilewise.autograd.functions import obeying_torch
 from tilewise.core.plan import Results
@@ -57,8 +57,8 @@ def register() -> None:
 class Handle:
     """Keeps the operators exchanged until `remove` is called."""
 
-    def __init__(self, library: torch.library.Library) -> None:
-        self._library: torch.library.Library | None = library
+    def __init__(self, library: torch_library.Library) -> None:
+        self._library: torch_library.Library | None = library
 
     def remove(self) -> None:
         """PyTorch's own kernels serve again."""
@@ -67,7 +67,7 @@ class Handle:
 
 def override(dispatch_key: str = "CUDA") -> Handle:
     """Exchange the operators for one kind of device: what `activate_flash_attention_impl` calls."""
-    library = torch.library.Library("aten", "IMPL")
+    library = torch_library.Library("aten", "IMPL")
     for name, kernel in KERNELS.items():
         if hasattr(torch.ops.aten, name):  # releases differ
             library.impl(name, kernel, dispatch_key)

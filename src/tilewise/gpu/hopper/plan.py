@@ -33,6 +33,7 @@ from tilewise.gpu.launch.plan import (
     function_plan,
     given_to_backward,
     given_to_forward,
+    inputs_among,
 )
 
 MAX_HEAD_DIM = 256  # but for latent attention
@@ -287,18 +288,19 @@ def _backward(
 
 
 def _again_backward(problem: AttentionProblem, given: Given) -> Again | None:
-    (*tensors, lse, residual, dout), others = given[:7], given[7:]
+    *tensors, lse, residual, dout = given[:7]
+    offsets = inputs_among(given)[3:5]
     is_ready = all(host.tma_ready(t) is t for t in (*tensors, dout))
-    if not is_ready or not all(t is None or t.is_contiguous() for t in (lse, residual, *others[:2])):
+    if not is_ready or not all(t is None or t.is_contiguous() for t in (lse, residual, *offsets)):
         return None
     if _is_wide(problem):
         return _again_wide(problem, given)
     config = backward_launch.backward_config(problem)
     division = backward_launch.divide(problem, config, host.num_sms(torch.cuda.current_device()))
-    strides = backward_launch.map_of(problem, Inputs(*given[:3], *others), config)[2:]
+    strides = backward_launch.map_of(problem, inputs_among(given), config)[2:]
 
     def more(given: Given) -> tuple[Tensor | None, ...]:
-        inputs = Inputs(*given[:3], *given[7:])
+        inputs = inputs_among(given)
         cu_q, cu_k = inputs[3:5]
         mask = backward_launch.map_of(problem, inputs, config)
         counter = host.scheduler_counter(inputs.query.device)
@@ -307,7 +309,7 @@ def _again_backward(problem: AttentionProblem, given: Given) -> Again | None:
 
     def steps(given: Given, new: Given) -> list[Step]:
         *new, tiles, bits, order, first_tile, seed, slopes, bias = new
-        optional = (None, *Inputs(*given[:3], *given[7:])[3:5], order, first_tile, seed, slopes, bias)
+        optional = (None, *inputs_among(given)[3:5], order, first_tile, seed, slopes, bias)
         mask = TransposedMap(tiles, bits, *strides)
         return backward_launch.steps(config, division, given[:7], new, optional, mask)
 
@@ -321,11 +323,11 @@ def _again_wide(problem: AttentionProblem, given: Given) -> Again | None:
 
     def more(given: Given) -> tuple[Tensor | None, ...]:
         counters = host.shared_counters(given[0].device)
-        offsets = Inputs(*given[:3], *given[7:])[3:5]
+        offsets = inputs_among(given)[3:5]
         return (*counters, *wide_launch.ordered(problem, config, *offsets))
 
     def steps(given: Given, new: Given) -> list[Step]:
-        optional = (None, *Inputs(*given[:3], *given[7:])[3:5], *new[6:])
+        optional = (None, *inputs_among(given)[3:5], *new[6:])
         return wide_launch.steps(config, given[:7], new[:6], optional)
 
     stats = backward_launch.stats_shape(problem, config, given[0].shape[-3])

@@ -26,7 +26,7 @@ SCRATCH_ALIGNMENT = 512  # bytes: where PyTorch's allocator would let a tensor s
 REPEATED = {"cu_seqlens_q", "cu_seqlens_k", "mask", "alibi_slopes", "dropout_seed"}
 Given = Sequence[Any]  # tensors; None where there is none
 Again = Callable[[Given], Any]  # None: the first way has to serve
-More = Callable[[Given], tuple[Tensor | None, ...]]
+More = Callable[[Given], tuple[Tensor | None, ...]]  # what launches take besides, of each call anew
 
 
 class GpuPlan:
@@ -99,6 +99,11 @@ def given_to_backward(inputs: Inputs, results: Results, dout: Tensor, dlse: Tens
     return None if given is None else (*given[:3], *results, dout, *given[3:])
 
 
+def inputs_among(given: Given) -> Inputs:
+    """The inputs among what `given_to_backward` gives."""
+    return Inputs(*given[:3], *given[7:])
+
+
 def function_plan(
     problem: AttentionProblem,
     request: Request,
@@ -163,7 +168,7 @@ def plan_steps(
         if plan is None:
             return None
         found.append((plan, [locations[id(t)] for t in (*step.tensors, *step.fresh)]))
-    # Packed calls have other totals in each step: arguments that none needs again would take 100 KB a step.
+    # Packed calls have other totals in each step: 24 layers' arguments, not needed again, would be 120 KiB.
     return PlannedLaunches(found, not problem.is_packed)
 
 

@@ -75,7 +75,6 @@ def again(problem: AttentionProblem, order: str, residual: bool, given: Given) -
         return _steps(Inputs(*given[:MASK], *new[6:]), cuts, is_shared, new[:6])
 
     found = again_forward(problem, "bshd", residual, given, steps, more)
-
     if found is None:
         return None
 
