@@ -388,6 +388,21 @@ def test_whoever_watches_sees_the_call():
     check_transforms(q, k, v, plain)
 
 
+@pytest.mark.parametrize("is_first_watched", [False, True])
+def test_the_grad_mode_of_each_call_counts(is_first_watched):
+    leaves, starts = [t.requires_grad_() for t in qkv()], torch.tensor([0, 3, 5], dtype=torch.int32)
+    packed = [t.detach()[0].requires_grad_() for t in leaves]
+    for is_enabled in (is_first_watched, not is_first_watched) * 2:
+        with torch.set_grad_enabled(is_enabled):
+            outs = [
+                tilewise.attention(*leaves, score_mod=lambda s, b, h, i, j: s * 2),
+                tilewise.attention(*leaves),
+                tilewise.scaled_dot_product_attention(*(t.transpose(1, 2) for t in leaves), enable_gqa=True),
+                tilewise.attention_varlen(*packed, starts, starts, 5, 5),
+            ]
+        assert [out.requires_grad for out in outs] == [is_enabled] * 4
+
+
 def test_a_tensor_that_outlives_its_transform_is_a_tensor():
     (q, k, v), outlived = qkv(), []
     torch.func.grad(lambda x: (outlived.append(x), x.sum())[1])(q)

@@ -64,7 +64,7 @@ def is_plain_eager(query: Tensor) -> bool:
 
 def alike(tensors: Sequence[Tensor]) -> Callable[..., bool] | None:
     """Whether as many other tensors are like these, none given twice, in all but numbers and addresses: type,
-    sizes, strides, dtype, device, requires_grad in the grad mode of the time, and the bits of a negation.
+    sizes, strides, dtype, device, requires_grad whatever the grad mode, and the bits of a negation.
 
     None where PyTorch cannot tell. It keeps no tensor.
     """

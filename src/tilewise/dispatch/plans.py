@@ -84,7 +84,8 @@ def find(
     """
     try:
         # a mask that only one of two calls has: comparing a tensor with None would take 10 us
-        bucket = (direction, tensors[0].shape, tensors[1].shape, tensors[MASK] is None, call)  # type: ignore[union-attr]
+        has_mask, grad_enabled = tensors[MASK] is not None, _sees_grad(direction)
+        bucket = (direction, grad_enabled, tensors[0].shape, tensors[1].shape, has_mask, call)  # type: ignore[union-attr]
         for entry in _entries.get(bucket, ()):
             if entry.matches(tensors):
                 entry.last_use = next(_clock)
@@ -95,7 +96,7 @@ def find(
         make(_signature(direction, tensors, call))
         raise
     entry = make(signature := _signature(direction, tensors, call))
-    seen, grad_enabled = (*signature.inputs, *signature.results), _sees_grad(direction)
+    seen = (*signature.inputs, *signature.results)
     entry.matches = matcher(tensors, seen, grad_enabled, signature.shares_memory)
     entry.last_use = next(_clock)
     with _lock:

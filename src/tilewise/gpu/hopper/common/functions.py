@@ -1,0 +1,100 @@
+"""Mask and score functions in the Hopper kernels.
+
+A tile map is made of a mask function as of a mask. Its bits are an eighth of a byte for each score that the
+function says something of, so it serves up to `MOST_BITS` of them; the Triton kernels, which ask the function
+itself, serve longer sequences. A score function that adds a number of each distance is a bias; any other is
+compiled into the attention kernels.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tilewise.core.functions.evaluate import Buffers
+from tilewise.core.functions.expression import decode
+from tilewise.core.functions.kernel_map import hiding_numbers
+from tilewise.core.problem import AttentionProblem, Inputs
+from tilewise.gpu.functions.captured import layout_on
+from tilewise.gpu.functions.distances import with_bias_of_distances
+from tilewise.gpu.functions.source import Helpers, KernelFunctions, helpers
+from tilewise.gpu.launch.launch_plan import Tensors
+
+MOST_BITS = 1 << 29  # 64 MiB: one mask of 23k x 23k tokens
+NONE_GUARDED: frozenset[int] = frozenset()  # other functions are refused
+NO_HELPERS = Helpers(None, None, False, False, None)
+
+
+def unserved_functions(problem: AttentionProblem) -> str | None:
+    """None if a problem has no functions, or those that the kernels take, else why not."""
+    if problem.functions is None:
+        return None
+    if problem.is_packed or problem.is_cached or problem.is_paged:
+        return "takes functions in dense calls only"
+    problem = with_bias_of_distances(problem)
+    if problem.functions is None or decode(problem.functions).mask is None:
+        return None
+    if problem.mask_shape is not None:
+        return "takes a mask or a mask function, not both"
+    bits = math.prod(_shape(problem))
+    if bits > MOST_BITS:
+        return f"takes mask functions of up to {MOST_BITS} different scores, not {bits}"
+    return None
+
+
+class MaskFunction(NamedTuple):
+    """A mask function in a call: it hides what a mask (batch, heads, seqlen_q, seqlen_k) of it would."""
+
+    kernel: KernelFunctions
+    shape: tuple[int, int, int, int]  # 1 where it does not depend on the index
+    lengths: tuple[int, int]
+    captured: Tensors  # floats, integers, layout on the GPU
+    device: torch.device
+    numbers: tuple[Tensor, ...]  # of the captured ones, those that say what is hidden
+    layout: tuple[int, ...]
+
+
+def source_of(problem: AttentionProblem, inputs: Inputs) -> Tensor | MaskFunction:
+    """What hides scores in a call: its mask or its mask function."""
+    if inputs.mask is not None:
+        return inputs.mask
+    functions = decode(problem.functions or "").mask_only
+    buffers = Buffers(inputs.captured_floats, inputs.captured_integers, inputs.captured_layout)
+    device, lengths = inputs.query.device, (problem.seqlen_q, problem.seqlen_k)
+    hiding = hiding_numbers(functions, buffers)
+    kernel = KernelFunctions(functions.plain_text, NONE_GUARDED)
+    return MaskFunction(kernel, _shape(problem), lengths, captured_of(inputs), device, *hiding)
+
+
+def captured_of(inputs: Inputs) -> Tensors:
+    """What functions read, as the kernels take it: floats, integers, layout on the GPU."""
+    layout = layout_on(inputs.captured_layout, inputs.query.device)
+    return inputs.captured_floats, inputs.captured_integers, layout
+
+
+def score_helpers(problem: AttentionProblem) -> Helpers:
+    """What is compiled into kernels of a problem's score function, if it has one."""
+    if not problem.has_score_function:
+        return NO_HELPERS
+    return helpers(KernelFunctions(decode(problem.functions or "").score_only.plain_text, NONE_GUARDED))
+
+
+def as_served(problem: AttentionProblem) -> AttentionProblem:
+    """The problem as kernels see it: with a mask of the shape that its mask function needs, and a bias of
+    what its score function adds, if that is a number of each distance."""
+    problem = with_bias_of_distances(problem)
+    if problem.functions is None or decode(problem.functions).mask is None:
+        return problem
+    return replace(problem, mask_shape=_shape(problem))
+
+
+def _shape(problem: AttentionProblem) -> tuple[int, int, int, int]:
+    """Of the smallest mask that hides what a problem's function does."""
+    needs = decode(problem.functions or "").mask_only.hides_by
+    sizes = {"b": problem.batch, "h": problem.num_heads, "i": problem.seqlen_q, "j": problem.seqlen_k}
+    batch, heads, rows, columns = (n if name in needs else 1 for name, n in sizes.items())
+    return batch, heads, rows, columns
