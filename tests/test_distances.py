@@ -84,13 +84,14 @@ def refused(**options):
 
 
 def test_what_the_support_table_says_of_them():
-    """Deterministic gradients by distance are served, others not; nor by Hopper if a mask function reads."""
+    """Gradients by distance are served, deterministic too; others not by Hopper, nor deterministic."""
     gate = torch.randn(HEADS, requires_grad=True)
     learned, table = OF_DISTANCE["learned"], torch.randn(HEADS, 40, requires_grad=True)
     assert not refused(score_mod=learned, deterministic=True)
     assert refused(score_mod=lambda s, b, h, i, j: s * table[h, j], deterministic=True) == {
-        "hopper", "hopper backward", "triton backward",
+        "hopper backward", "triton backward",
     }  # fmt: skip
+    assert refused(score_mod=lambda s, b, h, i, j: s * table.detach()[h, j], deterministic=True) == set()
     assert refused(mask_mod=lambda b, h, i, j: (gate[h] > 0) | (i > j)) == {"hopper backward"}
 
 

@@ -102,6 +102,18 @@ SAID = {  # functions, and the options that say the same where there are as many
     "hidden scores": (
         {"score_mod": lambda s, b, h, i, j: torch.where(i < j, -float("inf"), s)}, {"causal": True},
     ),
+    "hidden keys": (
+        {"score_mod": lambda s, b, h, i, j: torch.where((i >= j) & (j != 4), s, -float("inf"))},
+        {"mask_mod": lambda b, h, i, j: j != 4, "causal": True},
+    ),
+    "hidden documents": (
+        {
+            "score_mod": lambda s, b, h, i, j: torch.where(
+                i < j, -float("inf"), torch.where(documents(b, h, i, j), s - SLOPES[h] * (i - j), -torch.inf)
+            )
+        },
+        {"mask_mod": documents, "causal": True, "alibi_slopes": SLOPES},
+    ),
     "softcap": ({"score_mod": lambda s, *_: 20 * torch.tanh(s / 20)}, {"softcap": 20.0}),
     "softcap by a factor": (
         {"score_mod": lambda s, *_: torch.tanh((1 / 2.5) * s) * 2.5}, {"softcap": 2.5},
@@ -223,7 +235,7 @@ STAYS = {
     "of the head": {"mask_mod": lambda b, h, i, j: i - j <= h},
     "steep": {"mask_mod": lambda b, h, i, j: j <= 2 * i},
     "of keys": {"mask_mod": lambda b, h, i, j: j <= 20},
-    "hidden keys": {"score_mod": lambda s, b, h, i, j: torch.where((i >= j) & (j != 4), s, -float("inf"))},
+    "hidden by their scores": {"score_mod": lambda s, b, h, i, j: torch.where(s > 0, s, -float("inf"))},
     "exchanged": {"score_mod": lambda s, b, h, i, j: torch.where(i >= j, s, -9.0)},
 }  # fmt: skip
 

@@ -93,7 +93,7 @@ def test_statistics_are_those_of_the_weights(name):
 
 
 @pytest.mark.parametrize("name", ["tilewise", "tilewise-option"])
-@pytest.mark.parametrize("extra", ["window", "alibi", "softcap", "relative", "dilated"])
+@pytest.mark.parametrize("extra", ["window", "alibi", "softcap", "relative", "gated", "dilated"])
 def test_functions_say_what_options_say(name, extra):
     case = replace(dense("forward", "float32", 32, 2, 2, 256, causal=True), has_functions=True)
     if extra in FUNCTION_OPTIONS:
@@ -101,7 +101,7 @@ def test_functions_say_what_options_say(name, extra):
     case = replace(case, window=(40, 0)) if extra == "window" else case
     case = replace(case, mask="dilated", causal=False) if extra == "dilated" else case
     data, (peer,) = random_data(case), find_peers([name])
-    if name == "tilewise-option" and extra in ("relative", "dilated"):
+    if name == "tilewise-option" and extra in ("relative", "gated", "dilated"):
         with pytest.raises(Refusal, match="an option says too"):
             peer.prepare(case, data, "bhsd")
         return

@@ -19,11 +19,11 @@ from tilewise.dispatch import plans
 from tilewise.gpu.functions.distances import as_bias
 from tilewise.gpu.hopper import plan
 from tilewise.gpu.hopper.common import host
-from tilewise.gpu.hopper.mask.functions import without_functions
+from tilewise.gpu.hopper.common.functions import as_served
 
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[1] / "triton"))
-from compile_forward import with_distances, with_documents
+from compile_forward import with_distances, with_documents, with_score
 from compile_kernels import Case, case_inputs, compiled_rows, print_rows
 
 # name: head sizes of QK and V, dtype, packed, options. Whole: 16 tiles of keys fill the SMs. In dq: with
@@ -88,6 +88,11 @@ CASES: dict[str, tuple[int, int, torch.dtype, bool, dict[str, Any]]] = {
     "distances_d64_causal": (64, 64, torch.bfloat16, False, {"causal": True}),
     "distances_gradient_d128": (128, 128, torch.float16, False, {"causal": True, "deterministic": True}),
     "distances_dropout_softcap_d128": (128, 128, torch.bfloat16, False, {"softcap": 20.0, "dropout_p": 0.1}),
+    "score_d64_causal": (64, 64, torch.bfloat16, False, {"causal": True}),
+    "score_d128": (128, 128, torch.float16, False, {}),
+    "score_d128_causal": (128, 128, torch.bfloat16, False, {"causal": True}),
+    "score_mask_dropout_softcap_d128": (128, 128, torch.bfloat16, False, {"softcap": 20.0, "dropout_p": 0.1}),
+    "guarded_score_of_pairs_d128": (128, 128, torch.bfloat16, False, {"causal": True}),
     "mask_dropout_d128": (128, 128, torch.bfloat16, False, {"dropout_p": 0.1}),
     "d160": (160, 160, torch.bfloat16, False, {}),
     "d192_causal": (192, 192, torch.float16, True, {"causal": True}),
@@ -116,10 +121,12 @@ def compile_case(name: str) -> list[dict[str, Any]]:
         inputs, asked = with_documents(inputs, asked)
     if "distances" in name:
         inputs, asked = with_distances(inputs, asked)
+    if "score" in name:
+        inputs, asked = with_score(inputs, asked, "pairs" in name)
     problem = describe(inputs, asked)
     inputs_given = inputs
     inputs = as_bias(problem, inputs, host.transposed_pairs_of_distances)[1]
-    problem = without_functions(problem)
+    problem = as_served(problem)
     given = (problem, inputs, out, lse, out, lse)
 
     def run() -> None:

@@ -18,8 +18,8 @@ from tilewise.core.problem import Inputs, Options, describe
 from tilewise.gpu.functions.distances import as_bias
 from tilewise.gpu.hopper import plan
 from tilewise.gpu.hopper.common import host
+from tilewise.gpu.hopper.common.functions import as_served
 from tilewise.gpu.hopper.forward import launch
-from tilewise.gpu.hopper.mask.functions import without_functions
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "triton"))
 from compile_kernels import Case, case_inputs, compiled_rows, print_rows
@@ -94,6 +94,14 @@ CASES = {
         128, 128, options={"dropout_p": 0.1, "softcap": 20.0, "causal": True}, extras=("mask",)
     ),
     "distances_d256": Case(256, 256, options={"causal": True}),
+    "score_d64_causal": Case(64, 64, torch.float16, {"causal": True}),
+    "score_d128": Case(128, 128),
+    "score_d128_causal": Case(128, 128, options={"causal": True}, kv_heads=2),
+    "score_d128_mask_dropout_softcap": Case(
+        128, 128, options={"dropout_p": 0.1, "softcap": 20.0, "causal": True}, extras=("mask", "sinks")
+    ),
+    "score_d256": Case(256, 256, options={"causal": True}),
+    "guarded_score_of_pairs_d128_causal": Case(128, 128, options={"causal": True}),
     "watched_d64_long": Case(64, 64, heads=32, seqlen_q=4096, seqlen_k=4096),
     "watched_d128_causal": Case(128, 128, options={"causal": True}, kv_heads=2),
     "watched_d128_mask_softcap": Case(128, 128, options={"softcap": 20.0}, extras=("mask", "sinks")),
@@ -137,6 +145,22 @@ def with_distances(inputs: Inputs, options: Options) -> tuple[Inputs, Options]:
     )
 
 
+def with_score(inputs: Inputs, options: Options, of_pairs: bool) -> tuple[Inputs, Options]:
+    """A score function that reads numbers of rows and columns, or of both together, and has a slope."""
+    (batch, seqlen_q, heads), seqlen_k = inputs.query.shape[:3], inputs.key.shape[1]
+    device = inputs.query.device
+    rows, columns = torch.empty(heads, seqlen_q, device=device), torch.empty(batch, seqlen_k, device=device)
+    table = torch.empty(heads, seqlen_q // 16, 64, device=device)
+    index = torch.empty(seqlen_q, seqlen_k, dtype=torch.int32, device=device)
+
+    def score_mod(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+        if of_pairs:
+            return s + table[h, i // 16, index[i, j]]
+        return s * rows[h, i] + torch.where(i - j > 100, columns[b, j], 0.0)
+
+    return with_functions(inputs, options, None, score_mod)
+
+
 def compile_case(name: str) -> list[dict[str, Any]]:
     inputs = case_inputs(CASES[name])
     options = Options(**CASES[name].options)
@@ -146,9 +170,11 @@ def compile_case(name: str) -> list[dict[str, Any]]:
         inputs, options = with_documents(inputs, options)
     if "distances" in name:
         inputs, options = with_distances(inputs, options)
+    if "score" in name:
+        inputs, options = with_score(inputs, options, "pairs" in name)
     problem = describe(inputs, options)
     inputs = as_bias(problem, inputs, host.pairs_of_distances)[1]
-    problem = without_functions(problem)
+    problem = as_served(problem)
     if "watched" in name:
         statistics = ("row_max", "entropy")
         return compiled_rows(

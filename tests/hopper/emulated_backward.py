@@ -21,7 +21,7 @@ from tilewise.core.problem import Inputs, Options
 from tilewise.gpu.hopper import plan
 from tilewise.gpu.hopper.backward import launch as backward_launch, slim as backward_slim
 from tilewise.gpu.hopper.backward.arguments import LARGE_LSE
-from tilewise.gpu.hopper.common import host
+from tilewise.gpu.hopper.common import functions, host
 from tilewise.gpu.hopper.common.host import LOG2_E
 from tilewise.gpu.launch import launch_plan
 
@@ -144,6 +144,17 @@ CASES = {
     "bias_splits": (700, 500, 2, 2, 64, 64, {"bias": "transposed"}),
     "distances": (300, 290, 4, 2, 128, 128, {"distances": True}),
     "distances_causal_d64": (400, 301, 3, 1, 64, 64, {"distances": True, "causal": True}),
+    "score": (300, 290, 4, 2, 128, 128, {"score": True}),
+    "score_causal_d64": (400, 301, 3, 1, 64, 64, {"score": True, "causal": True}),
+    "score_mask_dropout": (
+        100,
+        330,
+        2,
+        2,
+        128,
+        128,
+        {"score": True, "mask": "blocks", "softcap": 3.0, "dropout_p": 0.3},
+    ),
     "distances_mask": (100, 330, 2, 2, 128, 128, {"distances": True, "mask": "blocks", "softcap": 3.0}),
     "mask_bias": (300, 300, 4, 2, 128, 128, {"bias": "full", "mask": "blocks", "window_right": 30}),
     "mask_dropout": (300, 300, 4, 2, 64, 64, {"dropout_p": 0.2, "mask": "blocks", "causal": True}),
@@ -192,6 +203,8 @@ def check(name: str) -> float:
     inputs, score_mod = Inputs(q, k, v, **packing), None
     if options.pop("distances", False):
         score_mod, packing["bias"] = emulator.draw_distances(lengths_q, lengths_k, heads)
+    if options.pop("score", False):
+        score_mod = emulator.draw_score(lengths_q, lengths_k, heads)
     problem, inputs = emulator.as_kernels_see(
         inputs, Options(**options), score_mod, host.transposed_pairs_of_distances
     )
@@ -200,6 +213,8 @@ def check(name: str) -> float:
     plain = {"window": window, "softcap": problem.softcap, "dropout_p": problem.dropout_p} | packing
     if large:
         plain["scale"] = large
+    if "score" in name:
+        plain["score_mod"] = score_mod
     if "splits" in name:
         cfg = backward_launch.backward_config(problem)
         division = backward_launch.divide(problem, cfg, PROGRAMS)
@@ -320,6 +335,7 @@ def sequences(cu_seqlens: torch.Tensor | None, seqlen: int, block: int) -> list[
 def main() -> None:
     kernels = types.SimpleNamespace(attn_bwd_prepare_kernel=prepare, attn_bwd_finish_kernel=finish)
     sys.modules["tilewise.gpu.hopper.backward.rows"] = kernels  # type: ignore[assignment]
+    functions.helpers = emulator.plain_helpers  # type: ignore[assignment]
     launch_plan.start = start
     host.num_sms = lambda index: PROGRAMS  # type: ignore[assignment]
     host.scheduler_counter = lambda device, number=0: torch.zeros(2, dtype=torch.int32)

@@ -20,7 +20,7 @@ from tilewise.core.dropout import with_origin
 from tilewise.core.problem import AttentionProblem, Inputs, Options
 from tilewise.core.statistics import Aux
 from tilewise.gpu.hopper import plan
-from tilewise.gpu.hopper.common import host
+from tilewise.gpu.hopper.common import functions, host
 from tilewise.gpu.hopper.forward import launch
 from tilewise.gpu.launch import launch_plan
 from tilewise.tiled import backend as tiled, statistics as tiled_statistics
@@ -125,6 +125,18 @@ CASES: dict[str, tuple[Any, Any, int, int, int, int, dict[str, Any]]] = {
         64,
         {"distances": True, "mask": "blocks", "scale": 20.0, "window_left": 60},
     ),
+    "score": (300, 290, 4, 2, 128, 128, {"score": True}),
+    "score_causal_d64": (400, 301, 3, 1, 64, 64, {"score": True, "causal": True}),
+    "score_few_queries": (5, 400, 8, 2, 128, 128, {"score": True, "dropout_p": 0.2, "softcap": 3.0}),
+    "score_mask_steep_d256": (
+        200,
+        170,
+        2,
+        2,
+        256,
+        256,
+        {"score": True, "mask": "blocks", "scale": 9.0, "sinks": True},
+    ),
     "mask_bias": (300, 500, 2, 2, 128, 128, {"mask": "blocks", "bias": "full", "window_left": 200}),
     "mask_dropout_window": (
         300,
@@ -218,6 +230,8 @@ def check(name: str) -> float:
     inputs, score_mod = Inputs(q, k, v, **extras), None
     if options.pop("distances", False):
         score_mod, extras["bias"] = emulator.draw_distances(lengths_q, lengths_k, heads)
+    if options.pop("score", False):
+        score_mod = emulator.draw_score(lengths_q, lengths_k, heads)
     problem, inputs = emulator.as_kernels_see(inputs, Options(**options), score_mod, host.pairs_of_distances)
     out, lse, residual = plan.forward(problem, inputs, residual=True)
     watched_error = check_watched(problem, inputs, (out, lse, residual)) if name in WATCHED else 0.0
@@ -232,6 +246,7 @@ def check(name: str) -> float:
         window=(visibility.left, visibility.right),
         softcap=problem.softcap,
         dropout_p=problem.dropout_p,
+        score_mod=score_mod if "score" in name else None,
         **extras,
     )
     assert torch.equal(lse.isneginf(), exact_lse.isneginf()), name
@@ -247,6 +262,7 @@ def check(name: str) -> float:
 
 
 def main() -> None:
+    functions.helpers = emulator.plain_helpers  # type: ignore[assignment]
     launch_plan.start = lambda launched: emulator.start(launched, 2)
     host.num_sms = lambda index: 2  # type: ignore[assignment]
     launch.MANY_ROWS = 1500  # four warpgroups in the cases called long

@@ -75,6 +75,38 @@ def draw_distances(seqlen_q: int, seqlen_k: int, heads: int) -> tuple[Any, torch
     return lambda s, b, h, i, j: s + table[h, (j - i).clamp(-most, most) + most], bias
 
 
+def draw_score(seqlen_q: int, seqlen_k: int, heads: int) -> Any:
+    """A score function that kernels call: it reads by rows, columns and both; its slope has both signs."""
+    rows, columns, table = torch.randn(heads, seqlen_q), torch.randn(seqlen_k), torch.randn(heads, 8, 9)
+
+    def score_mod(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+        seen = torch.where((i + j) % 7 != 0, s * rows[h, i], -math.inf)
+        return seen + columns[j] + table[h, (i - j // 2) % 8, (j - i // 3) % 9]
+
+    return score_mod
+
+
+def plain_helpers(kernel: Any) -> Any:
+    """`gpu.functions.source.helpers` as functions of Python, with stand-ins for Triton's operations."""
+    from triton.runtime.jit import JITFunction
+
+    from tilewise.gpu.functions import source
+
+    def plain(function: Any) -> Any:
+        if not isinstance(function, JITFunction):
+            return function
+        code, values = function.fn.__code__, function.fn.__globals__
+        names = {name: plain(values[name]) for name in code.co_names if name in values}
+        return types.FunctionType(code, names | {"tl": language})
+
+    names = vars(sys.modules["tilewise.gpu.hopper.common.compat"].gl)
+    language = types.SimpleNamespace(
+        **names | {"cast": lambda x, dtype: tile(torch.as_tensor(x).to(dtype)), "int1": torch.bool}
+    )
+    found = source.helpers(kernel)
+    return found._replace(mask=plain(found.mask), score=plain(found.score))
+
+
 def as_kernels_see(inputs: Any, options: Any, score_mod: Any, arrange: Any) -> tuple[Any, Any]:
     """The problem and inputs of a call with a score function of the distance, or None, as a bias."""
     from tilewise.core.functions.call import with_functions
@@ -521,6 +553,12 @@ def copy_bias(bias: torch.Tensor, padded: torch.Tensor, *rest: int) -> None:
             tile[..., : own.shape[3]] = own
 
 
+def _as_kernels_take(x: Any) -> Any:
+    if isinstance(x, tuple):
+        return type(x)(*map(_as_kernels_take, x))
+    return Pointer(x) if isinstance(x, torch.Tensor) else x
+
+
 def start(launched: Any, num_programs: int) -> None:
     """Run what `tilewise.gpu.launch.launch_plan.start` would launch on a GPU."""
     if launched.kernel.__name__ == "order_sequences_kernel":
@@ -542,8 +580,8 @@ def start(launched: Any, num_programs: int) -> None:
     if launched.kernel.__name__ == "list_queries_kernel":
         list_queries(*launched.arguments[:-1])
         return
-    pointers = [Pointer(x) if isinstance(x, torch.Tensor) else x for x in launched.arguments]
-    run_grid(launched.kernel, num_programs, *pointers, is_alone=launched.kernel.__name__ in ALONE)
+    arguments = map(_as_kernels_take, launched.arguments)
+    run_grid(launched.kernel, num_programs, *arguments, is_alone=launched.kernel.__name__ in ALONE)
 
 
 def _allocate(dtype: torch.dtype, shape: Sequence[int], layout: Any) -> Shared:

@@ -19,8 +19,8 @@ from tilewise.core import kept
 from tilewise.core.functions.call import with_functions
 from tilewise.core.problem import Inputs, Options, describe
 from tilewise.gpu.hopper.common.arguments import FLAG_BITS, MaskMap
+from tilewise.gpu.hopper.common.functions import source_of
 from tilewise.gpu.hopper.mask import tile_map
-from tilewise.gpu.hopper.mask.functions import source_of
 from tilewise.testing import compare
 
 pytest.importorskip("triton")

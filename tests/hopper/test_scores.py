@@ -91,6 +91,50 @@ def test_a_score_function_of_the_distance(dim: int, lengths: tuple[int, int]):
         assert_close(ours.double(), theirs.double(), atol=2e-2 * theirs.abs().max().item())
 
 
+@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_any_score_function(dim: int, lengths: tuple[int, int]):
+    """Compiled into the kernels: slopes of both signs, numbers of rows, columns and both, hidden keys."""
+    leaves = [draw(n, heads, dim) for n, heads in zip((*lengths, lengths[1]), (4, 2, 2))]
+    rows, columns = torch.randn(2, lengths[0], device="cuda"), torch.randn(2, lengths[1], device="cuda")
+    table = torch.randn(4, 8, 9, device="cuda")
+    index = torch.randint(0, 8, lengths, dtype=torch.int32, device="cuda")  # in range as far as values tell
+    functions = (
+        lambda s, b, h, i, j: s * (1 + rows[b, i] * columns[b, j]),
+        lambda s, b, h, i, j: 30 * s / (30 + s.abs()) + table[h, index[i, j], (i + 2 * j) % 9],
+        lambda s, b, h, i, j: torch.where(s > -1, s * table[h, 0, 0], -torch.inf),
+    )
+    mask = torch.rand(2, 1, *lengths, device="cuda") < 0.7
+    others = ({"softcap": 5.0, "dropout_p": 0.2}, {"mask": mask}, {"window": (100, 10)})
+    for n, (score_mod, options) in enumerate(itertools.product(functions, ({}, {"causal": True}, *others))):
+        call = functools.partial(tilewise.attention, *leaves, score_mod=score_mod, **options)
+        assert tilewise.explain(*leaves, score_mod=score_mod, **options).backend == "hopper"
+        if dim <= 128:
+            check_attention(*leaves, backend="hopper", holds_mean=False, score_mod=score_mod, **options)
+        elif "dropout_p" not in options:
+            exact = reference.attention(*leaves, score_mod=score_mod, **options)[0]
+            assert (call(backend="hopper") - exact).norm() < 5e-3 * exact.norm(), n
+
+
+def test_an_index_that_is_wrong_is_reported():
+    """Of a visible score; the others, and other rows, are right."""
+    q = draw(200, 4, 64)
+    table, index = torch.randn(10, device="cuda"), torch.zeros(200, 200, dtype=torch.int64, device="cuda")
+
+    def score_mod(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+        return s + table[index[i, j]]
+
+    right = tilewise.attention(q, q, q, score_mod=score_mod, causal=True, backend="hopper")
+    index[3, 150], index[70, 3] = 10, 10  # hidden, visible
+    out = tilewise.attention(q, q, q, score_mod=score_mod, causal=True, backend="hopper")
+    with pytest.raises(IndexError, match="out of range"):
+        tilewise.check_errors()
+    is_wrong = torch.zeros(200, dtype=torch.bool, device="cuda")
+    is_wrong[70] = True
+    assert torch.equal(out.isnan().any(-1).any(-1).any(0), is_wrong)
+    assert torch.equal(out[:, ~is_wrong], right[:, ~is_wrong])
+
+
 def test_the_gradient_of_a_bias_has_the_same_bits_every_time():
     q, bias = draw(700, 2, 64), torch.randn(1, 1, 700, 700, device="cuda").bfloat16().requires_grad_()
     grads = []

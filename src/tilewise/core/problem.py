@@ -25,6 +25,7 @@ from tilewise.core.checks import (
     check_score_tensors,
     check_shapes,
 )
+from tilewise.core.functions.expression import decode
 from tilewise.core.mask import Visibility
 from tilewise.core.signature import Signature, TensorSignature, named
 
@@ -161,6 +162,10 @@ class AttentionProblem:
     def compute_dtype(self) -> torch.dtype:
         """Scores and accumulators: float64 for float64 inputs, float32 for everything else."""
         return torch.float64 if self.dtype == torch.float64 else torch.float32
+
+    @property
+    def has_score_function(self) -> bool:
+        return self.functions is not None and decode(self.functions).score is not None
 
     @property
     def is_8_bit(self) -> bool:

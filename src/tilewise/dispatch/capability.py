@@ -40,11 +40,7 @@ def _has_mask(p: AttentionProblem) -> bool:
 
 def _has_map(p: AttentionProblem) -> bool:
     """What Hopper's kernels know as a tile map."""
-    return _has_mask(p) or (p.functions is not None and bool(decode(p.functions).hiding))
-
-
-def _has_score_function(p: AttentionProblem) -> bool:
-    return p.functions is not None and decode(p.functions).score is not None
+    return _has_mask(p) or (p.functions is not None and decode(p.functions).mask is not None)
 
 
 def _has_function_of_distance(p: AttentionProblem) -> bool:
@@ -52,8 +48,8 @@ def _has_function_of_distance(p: AttentionProblem) -> bool:
     return of_distances(p) is not None
 
 
-def _has_other_score_function(p: AttentionProblem) -> bool:
-    return _has_score_function(p) and not _has_function_of_distance(p)
+def _has_guarded_mask(p: AttentionProblem) -> bool:
+    return p.functions is not None and decode(p.functions).is_guarded and decode(p.functions).mask is not None
 
 
 def _has_bias(p: AttentionProblem) -> bool:
@@ -61,8 +57,14 @@ def _has_bias(p: AttentionProblem) -> bool:
 
 
 def _has_any_bias(p: AttentionProblem) -> bool:
-    """A bias, or a function that kernels know as one."""
-    return _has_bias(p) or _has_function_of_distance(p)
+    """A bias, or a function in its place."""
+    return _has_bias(p) or p.has_score_function
+
+
+def _has_both_score_terms(p: AttentionProblem) -> bool:
+    """A function, but of the distance with ALiBi, beside another term of the scores."""
+    has_other = _has_bias(p) or (p.has_alibi and not _has_function_of_distance(p))
+    return p.has_score_function and has_other
 
 
 def _is_broadcast_over_keys(p: AttentionProblem) -> bool:
@@ -157,15 +159,13 @@ ROWS = (
         "hopper backward": "has gradients with a bias up to head size 128, not {p.head_dim}",
     }, is_rare=True),
     Row("mask functions", lambda p: p.functions is not None, {"aten": "takes no mask or score functions"}),
-    Row("score functions (`hopper`: of distance)", _has_score_function, {
+    Row("score functions", lambda p: p.has_score_function, {"aten": "takes no mask or score functions"}),
+    Row("score functions beside a bias or ALiBi", _has_both_score_terms, {
+        "hopper": "takes a score function or a bias or ALiBi slopes, not two of them",
         "aten": "takes no mask or score functions",
-    }),
-    Row("score functions but those of distance", _has_other_score_function, {
-        "hopper": "takes score functions only if they add a number of each distance, score + f(b, h, j - i), "
-        "in calls without a bias or a cache",
     }, is_rare=True),
-    Row("functions that may read out of range", lambda p: p.functions and decode(p.functions).is_guarded, {
-        "hopper": "takes functions only whose indices into captured tensors are in range for certain",
+    Row("mask functions that may read out of range", _has_guarded_mask, {
+        "hopper": "takes mask functions only whose indices into captured tensors are in range for certain",
     }, is_rare=True),
     Row("gradient of tensors that functions read, but by distance", _has_scattered_gradient, {
         "hopper backward": "has a gradient of tensors that a function reads only by distance",

@@ -234,6 +234,14 @@ class Functions:
         return json.dumps([nodes, roots, self.tensors, self.is_guarded], separators=(",", ":"))
 
     @functools.cached_property
+    def mask_only(self) -> Functions:
+        return Functions(self.graph, None, self.mask, self.tensors, self.is_guarded)
+
+    @functools.cached_property
+    def score_only(self) -> Functions:
+        return Functions(self.graph, self.score, None, self.tensors, self.is_guarded)
+
+    @functools.cached_property
     def guarded(self) -> Functions:
         return Functions(self.graph, self.score, self.mask, self.tensors, True)
 

@@ -1,8 +1,8 @@
 """What options say of mask and score functions: causal, window, softcap, bias, ALiBi, found in an expression.
 
 mask     rest & (j <= i + right) & (j >= i - left), in any spelling
-score    softcap * tanh(score / softcap) + bias[b, h, i, j] - slope * |i - j|, as a whole, or
-         where(visible, that, -inf)
+score    softcap * tanh(score / softcap) + bias[b, h, i, j] - slope * |i - j|, as a whole
+         where(visible, score, -inf): what is visible is part of the mask
 """
 
 from __future__ import annotations
@@ -79,10 +79,11 @@ class Reader:
     def said(self) -> Said | None:
         score, mask = self.functions.score, self.functions.mask
         left, right, rest = NO_BOUNDS if mask is None else self._window((mask, False))
-        if score is not None and self.nodes[score].op == "where":
-            inner, *bounds = self._visible_score(score)
-            if inner is not None:
-                score, left, right = inner, min(left, bounds[0]), min(right, bounds[1])
+        while score is not None and (visible := self._visible_score(score)):
+            score, condition = visible
+            window = self._window(condition)
+            left, right = min(left, window[0]), min(right, window[1])
+            rest = self._both(rest, window[2])
         found, masked = self._score(score), self.functions
         if (mask, score) != (rest, self.functions.score):
             masked = self._left(score, rest)
@@ -140,8 +141,10 @@ class Reader:
                 left, right = min(left, bounds[0]), min(right, bounds[1])
         if left == right == math.inf and others:
             return left, right, self.graph.add("not", term[0]) if term[1] else term[0]
-        rest = functools.reduce(lambda a, b: self.graph.add("and", a, b), others) if others else None
-        return left, right, rest
+        return left, right, functools.reduce(self._both, others, None)
+
+    def _both(self, a: int | None, b: int | None) -> int | None:
+        return b if a is None else a if b is None else self.graph.add("and", a, b)
 
     def _bounds(self, n: int, is_negated: bool) -> tuple[float, float] | None:
         """(left, right) of a comparison; None if it bounds neither i - j nor j - i alone."""
@@ -163,15 +166,18 @@ class Reader:
             bounds[x, y] = math.ceil(-z) - 1 if is_strict else math.floor(-z)
         return bounds[BEHIND], bounds[AHEAD]
 
-    def _visible_score(self, n: int) -> tuple[int | None, float, float]:
-        """(score, left, right) of where(visible, score, -inf); None if it is not, or hides more."""
+    def _visible_score(self, n: int) -> tuple[int, Term] | None:
+        """(score, visible) of where(visible, score, -inf), either way round; None of anything else.
+
+        What the score itself decides is no mask.
+        """
+        if self.nodes[n].op != "where":
+            return None
         condition, *sides = self.nodes[n].args
         hidden = [self.graph.value(side) == -math.inf for side in sides]
-        if sum(hidden) == 1:
-            left, right, rest = self._window((condition, hidden[0]))
-            if rest is None:
-                return sides[hidden[0]], left, right
-        return None, math.inf, math.inf
+        if sum(hidden) != 1 or "score" in self.reads[condition]:
+            return None
+        return sides[hidden[0]], (condition, hidden[0])
 
     def _score(self, n: int | None) -> Score | None:
         if n is None:

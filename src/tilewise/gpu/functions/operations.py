@@ -1,11 +1,15 @@
-"""What generated mask and score functions are made of, where Triton's own operations are not PyTorch's."""
+"""What generated mask and score functions are made of, where Triton's own operations are not PyTorch's; what
+kernels do about indices that are out of range."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
+from tilewise.core.device_errors import INDEX
 from tilewise.gpu.launch.exact import LOG2E
+
+INDEX_FLAG = tl.constexpr(INDEX)
 
 
 @triton.jit
@@ -89,3 +93,11 @@ def smaller(a, b):
 @triton.jit
 def larger(a, b):
     return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def poisoned(s, wrong, i, seq, captured):
+    """NaN in the place of visible scores that functions have read out of range for, which is reported."""
+    is_bad = (wrong != 0) & (s != float("-inf")) & (i < seq.seqlen_q)  # a bit, interpreted too
+    tl.store(captured.errors + INDEX_FLAG + is_bad.to(tl.int32) * 0, 1, mask=is_bad)
+    return tl.where(is_bad, float("nan"), s)

@@ -258,11 +258,11 @@ class _Printer:
         node, tensors = self.graph.nodes[n], self.functions.tensors
         first = sum(1 + t.ndim for t in tensors[: node.value])
         wrong = []
-        self.lines.append(f"o{n} = tl.zeros((), tl.int64)")
+        self.lines.append(f"o{n} = tl.cast(0, tl.int64)")
         for axis, argument in enumerate(node.args):
             index = f"i{n}_{axis}"
             self.lines.append(f"s{n}_{axis} = tl.load(captured.layout + {first + 1 + axis})")
-            self.lines.append(f"{index} = tl.zeros((), tl.int64) + {self.operand(argument, INT)}")
+            self.lines.append(f"{index} = tl.cast(0, tl.int64) + {self.operand(argument, INT)}")
             if n in self.kernel.guarded:
                 self.lines.append(f"{index} = tl.where({index} < 0, {index} + s{n}_{axis}, {index})")
                 wrong.append(f"({index} < 0) | ({index} >= s{n}_{axis})")
@@ -290,7 +290,7 @@ def _power(x: str, exponent: Any) -> str:
 
 
 _LEAVES = {
-    "score": "s", "b": "(seq.b + tl.zeros((), tl.int32))", "h": "(seq.h + tl.zeros((), tl.int32))",
+    "score": "s", "b": "(seq.b + tl.cast(0, tl.int32))", "h": "(seq.h + tl.cast(0, tl.int32))",
     "i": "tl.minimum(i, seq.seqlen_q - 1)", "j": "tl.maximum(tl.minimum(j, seq.seqlen_k - 1), 0)",
 }  # fmt: skip
 _CALLS = {

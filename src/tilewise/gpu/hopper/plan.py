@@ -16,10 +16,10 @@ from tilewise.gpu.functions.distances import Arrange, as_bias
 from tilewise.gpu.hopper.backward import launch as backward_launch, wide_launch
 from tilewise.gpu.hopper.common import host
 from tilewise.gpu.hopper.common.arguments import DecodeConfig, TransposedMap
+from tilewise.gpu.hopper.common.functions import as_served, unserved_functions
 from tilewise.gpu.hopper.decode import launch as decode_launch, mla_launch
 from tilewise.gpu.hopper.forward import launch as forward_launch
 from tilewise.gpu.hopper.fp8 import launch as fp8_launch
-from tilewise.gpu.hopper.mask.functions import unserved_functions, without_functions
 from tilewise.gpu.hopper.statistics.launch import StatisticsPlan
 from tilewise.gpu.launch.gpus import gpu_of
 from tilewise.gpu.launch.launch_plan import Step, find
@@ -43,7 +43,7 @@ def plan(problem: AttentionProblem, signature: Signature) -> Plan:
     """Calls with the tensors of `REPEATED`, and few queries to a cache, are launched again as they were."""
     if signature.direction == "statistics":
         return StatisticsPlan(problem, signature.aux)  # type: ignore[return-value]
-    given, problem = problem, without_functions(problem)
+    given, problem = problem, as_served(problem)
     if signature.request.statistics and watches(problem):
         return FunctionPlan(problem, functools.partial(_watched, signature.request))
     if given.functions is not None:
@@ -99,7 +99,7 @@ def unserved_shape(problem: AttentionProblem) -> str | None:
 
 def watches(problem: AttentionProblem) -> bool:
     """Whether the forward gives row_max and entropy in its own pass."""
-    problem = without_functions(problem)
+    problem = as_served(problem)
     return forward_kernels(problem) is FORWARD[-1] and forward_launch.watches(problem)
 
 
@@ -308,8 +308,8 @@ def _again_backward(problem: AttentionProblem, given: Given) -> Again | None:
         return (counter, *mask[:2], *ordered, *host.extras_of(problem, inputs, True))
 
     def steps(given: Given, new: Given) -> list[Step]:
-        *new, tiles, bits, order, first_tile, seed, slopes, bias = new
-        optional = (None, *inputs_among(given)[3:5], order, first_tile, seed, slopes, bias)
+        new, (tiles, bits, *more) = new[:-10], new[-10:]
+        optional = (None, *inputs_among(given)[3:5], *more)
         mask = TransposedMap(tiles, bits, *strides)
         return backward_launch.steps(config, division, given[:7], new, optional, mask)
 

@@ -19,10 +19,9 @@ import triton
 import triton.language as tl
 
 from tilewise.core.dropout import ROUNDS
-from tilewise.gpu.functions.operations import tanh
+from tilewise.gpu.functions.operations import poisoned, tanh
 from tilewise.gpu.launch.exact import LOG2E, shift_and_low, two_product, two_sum
 from tilewise.gpu.triton.arguments import STAT_ROWS
-from tilewise.gpu.triton.functions.inlined import poisoned
 
 STAT_BLOCK = tl.constexpr(STAT_ROWS)
 DROPOUT_ROUNDS = tl.constexpr(ROUNDS)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from tilewise import reference
 from tilewise.lab.bench.cases import Case
-from tilewise.lab.bench.inputs.options import BIASES, DROPOUT_P, SOFTCAP
+from tilewise.lab.bench.inputs.options import BIASES, DROPOUT_P, GATED, SOFTCAP, CaseOption
 from tilewise.lab.bench.inputs.statistics import STATISTICS, formula
 from tilewise.lab.bench.peer import Data
 
@@ -49,6 +49,7 @@ class _Sequence(NamedTuple):
     dout: Tensor | None
     mask: Tensor | None  # (seqlen_q, seqlen_k) of a case that has one
     bias: Tensor | None  # (heads, seqlen_q, seqlen_k) of a case that has one, or ALiBi
+    option: CaseOption
     results: dict[str, Tensor]
 
 
@@ -150,6 +151,7 @@ def _slice(case: Case, data: Data, results: dict[str, Tensor], index: int, kv_he
         None if data.dout is None else cut(data.dout, heads_q),
         _rows_of_mask(case, data, index),
         data.option.bias[0, heads_q].detach() if case.option in ("alibi", *BIASES) else None,
+        data.option,
         {
             name: cut(t, heads_k if name in ("dk", "dv") else heads_q)
             for name, t in results.items()
@@ -211,7 +213,9 @@ def _visible(case: Case, s: _Sequence, rows: slice) -> tuple[slice, dict[str, An
     """The keys that the rows can see, and the reference's options for them."""
     keys, mask = _visible_keys(case, s, rows)
     bias = None if s.bias is None else s.bias[None, :, rows, keys].double()
-    return keys, {"mask": mask, "bias": bias, "softcap": SOFTCAP if case.option == "softcap" else 0.0}
+    softcap = SOFTCAP if case.option == "softcap" else 0.0
+    score_mod = s.option.score_mod(rows, keys) if case.option == GATED else None
+    return keys, {"mask": mask, "bias": bias, "softcap": softcap, "score_mod": score_mod}
 
 
 def _visible_keys(case: Case, s: _Sequence, rows: slice) -> tuple[slice, Tensor | None]:

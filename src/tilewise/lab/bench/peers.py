@@ -17,7 +17,7 @@ from tilewise.lab.bench.cases import Case
 from tilewise.lab.bench.eight_bit_peers import eight_bit_peers
 from tilewise.lab.bench.errors import BenchError, Refusal
 from tilewise.lab.bench.inputs import statistics
-from tilewise.lab.bench.inputs.options import RELATIVE
+from tilewise.lab.bench.inputs.options import FUNCTIONS_ALONE
 from tilewise.lab.bench.peer import (
     Data,
     Peer,
@@ -169,7 +169,7 @@ class TilewiseOption(Tilewise):
         self.name = "tilewise-option"
 
     def prepare(self, case: Case, data: Data, layout: str) -> Prepared:
-        if case.mask or case.option in RELATIVE or not case.has_functions:
+        if case.mask or case.option in FUNCTIONS_ALONE or not case.has_functions:
             raise Refusal("is for functions that an option says too")
         return super().prepare(dataclasses.replace(case, has_functions=False), data, layout)
 

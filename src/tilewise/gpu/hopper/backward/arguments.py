@@ -32,6 +32,8 @@ class BackwardConfig:
     HAS_BIAS: bool = False
     BIAS_OF_ROWS: bool = False  # all queries have the same: rows of a tile are keys
     BIAS_OF_DISTANCES: bool = False  # it depends on query - key
+    SCORE: Any = None  # a score function: see `gpu.functions.source`
+    HAS_SLOPE: bool = False  # its derivative by the score is not 1
     HAS_LARGE_LSE: bool = True  # where lse is large, rows have a shift: see `scores.weights`
     STATS: ClassVar[int] = 2  # rows of `rows.attn_bwd_prepare_kernel`; there is no room for the shift
     MMA_REGISTERS: int = 240
@@ -135,6 +137,8 @@ class WideBackwardConfig:
     HAS_ORIGIN: ClassVar[bool] = False
     HAS_ALIBI: ClassVar[bool] = False
     HAS_BIAS: ClassVar[bool] = False
+    SCORE: ClassVar[Any] = None
+    HAS_SLOPE: ClassVar[bool] = False
     STATS: ClassVar[int] = 4  # rows of `rows.attn_bwd_prepare_kernel`: with the shift, and one not in use
     MMA_REGISTERS: int = 240
     LOAD_REGISTERS: int = 24

@@ -159,11 +159,11 @@ def start_step(
     s = start_product(key_buffer(ch, keys, W, desc, cfg), query_buffer(ch, slot, 0), cfg)
     if step == 0:
         ch.v.wait(work_use)
-    if cfg.HAS_SOFTCAP or cfg.HAS_BIAS:  # whose arithmetic needs the registers of dP
+    if cfg.HAS_SOFTCAP or cfg.HAS_BIAS or cfg.SCORE is not None:  # whose arithmetic needs the registers of dP
         publish_step(W, use, last, ch)
         s = warpgroup_mma_wait(0, deps=(s,))
         p, weight = probabilities(
-            s, stats, at, kept, slope, bias, tile, key, own, work, sizes, factors, ch.ds.dtype, cfg
+            s, stats, at, kept, slope, bias, tile, key, own, work, sizes, factors, extras, ch.ds.dtype, cfg
         )
         dp = start_product(v, query_buffer(ch, slot, 1), cfg)
     else:  # float32 weights: no need to widen P again, element by element
@@ -171,7 +171,7 @@ def start_step(
         publish_step(W, use, last, ch)
         s = warpgroup_mma_wait(1, deps=(s,))
         p, _ = weights(
-            s, stats, at, kept, slope, bias, tile, key, own, work, sizes, factors, ch.ds.dtype, cfg
+            s, stats, at, kept, slope, bias, tile, key, own, work, sizes, factors, extras, ch.ds.dtype, cfg
         )
         weight = p
     return p, weight, dp
@@ -192,9 +192,9 @@ def publish_step(W: gl.constexpr, use, last, ch):
 
 
 @gluon.jit
-def stage_ds(W: gl.constexpr, weight, dp, use, slot, ch, cfg: gl.constexpr):
+def stage_ds(W: gl.constexpr, weight, p, dp, use, slot, ch, cfg: gl.constexpr):
     """dS^T [64, BLOCK_M] of finished products, as register operand and in shared memory for dQ."""
-    ds = pinned(score_gradient(weight, dp, stats_of(slot, ch, cfg), ch.ds.dtype, cfg))
+    ds = pinned(score_gradient(weight, p, dp, stats_of(slot, ch, cfg), ch.ds.dtype, cfg))
     ch.ds.index(W * 2 + use % 2).store(ds)
     return gl.convert_layout(ds, operand_layout(cfg.BLOCK_D))
 
@@ -243,7 +243,7 @@ def mma_role(
                 factors, kept, extras, cfg,
             )  # fmt: skip
             dp = warpgroup_mma_wait(0, deps=(dp,))
-            ds = stage_ds(W, weight, dp, use, slot, ch, cfg)
+            ds = stage_ds(W, weight, p, dp, use, slot, ch, cfg)
             p = as_operand(in_16_bits(p, ch.ds.dtype, cfg) if p.dtype == gl.float32 else p, cfg)
             dv = start_sum(p, query_buffer(ch, slot, 1), dv, step, cfg)
             fence_async_shared()  # the stores of dS are visible to wgmma
@@ -408,7 +408,7 @@ def attn_bwd_kernel(
     border, unit, key_sums, mask_lists, mask_bits, list_batch, list_head,
     mask_stride_batch, mask_stride_head, mask_stride_tile,
     dropout_seed, dropout_addend, dropout_either, inverse_keep, slopes, slopes_stride,
-    bias, bias_batch, bias_head, bias_row, cfg: gl.constexpr,
+    bias, bias_batch, bias_head, bias_row, captured, cfg: gl.constexpr,
 ):  # fmt: skip
     """dK and dV of every key tile, and dQ / scale summed in float32; integers: `BackwardSizes`, `Splits`."""
     sizes = BackwardSizes(
@@ -420,7 +420,7 @@ def attn_bwd_kernel(
     splits = Splits(border, unit, key_sums)
     extras = Extras(
         dropout_seed, dropout_addend, dropout_either, inverse_keep, slopes, slopes_stride,
-        bias, bias_batch, bias_head, bias_row,
+        bias, bias_batch, bias_head, bias_row, captured,
     )  # fmt: skip
     mask = TransposedMap(
         mask_lists, mask_bits, list_batch, list_head, mask_stride_batch, mask_stride_head, mask_stride_tile

@@ -24,7 +24,7 @@ from tilewise.gpu.hopper.backward.arguments import (
 )
 from tilewise.gpu.hopper.common import host
 from tilewise.gpu.hopper.common.arguments import TransposedMap
-from tilewise.gpu.hopper.mask.functions import source_of
+from tilewise.gpu.hopper.common.functions import score_helpers, source_of
 from tilewise.gpu.hopper.mask.tile_map import transposed_map
 from tilewise.gpu.launch.launch_plan import Launch, Step, Tensors, run_steps
 
@@ -80,7 +80,7 @@ def steps(
     division: Division,
     given: Sequence[Tensor | None],
     new: Sequence[Tensor],
-    optional: Tensors = (None,) * 8,
+    optional: Tensors = (None,) * 11,
     mask: TransposedMap = NO_MASK,
 ) -> list[Step]:
     """The three launches; `new` are dq, dk, dv, `scratch_shapes` and `scheduler_counter`.
@@ -105,6 +105,7 @@ def backward_config(problem: AttentionProblem) -> BackwardConfig:
     """The tiles of a problem. Measurements are in docs/kernels-hopper.md."""
     visibility = problem.visibility()
     block_d = 64 if max(problem.head_dim, problem.head_dim_v) <= 64 else 128
+    function = score_helpers(problem)
     return BackwardConfig(
         BLOCK_M=128 if block_d == 64 else 64,
         BLOCK_N=128,
@@ -123,13 +124,15 @@ def backward_config(problem: AttentionProblem) -> BackwardConfig:
         HAS_BIAS=problem.bias_shape is not None,
         BIAS_OF_ROWS=problem.bias_shape is not None and problem.bias_shape[2] == 1,
         BIAS_OF_DISTANCES=problem.bias_of_distances,
+        SCORE=function.score,
+        HAS_SLOPE=function.has_slope,
         HAS_LARGE_LSE=has_large_lse(problem),
     )
 
 
 def has_large_lse(problem: AttentionProblem) -> bool:
     """Whether lse may be too large for one float."""
-    has_more = problem.has_alibi or problem.bias_shape is not None
+    has_more = problem.has_alibi or problem.bias_shape is not None or problem.has_score_function
     return has_more or not 0 < problem.softcap <= MOST_SOFTCAP
 
 
@@ -281,7 +284,8 @@ def main_launch(
 ) -> Launch:
     from tilewise.gpu.hopper.backward.kernel import attn_bwd_kernel
 
-    query, key, value, dout, cu_q, cu_k, seed, slopes, bias, *rest = tensors
+    query, key, value, dout, cu_q, cu_k, *rest = tensors
+    extras, rest = rest[:6], rest[6:]
     dk, dv, stats, shifts, dq, semaphores, *others, key_sums, mask_lists, mask_bits = rest
     assert query is not None and key is not None
     cfg = dataclasses.replace(cfg, IS_SPLIT=division.splits > 0)
@@ -299,7 +303,7 @@ def main_launch(
         *score_factors(problem),
         *Splits(division.border, division.unit, key_sums),
         *(mask_lists, mask_bits, *mask_strides),
-        *host.extras(problem, seed, slopes, bias),
+        *host.extras(problem, *extras),
         cfg,
     )
     most = (key.shape[0] // cfg.BLOCK_N + problem.batch) * sizes.num_bh if is_packed else division.work_tiles

@@ -1,10 +1,10 @@
 """From products to weights and their gradients, in the registers of a warpgroup."""
 
 from tilewise.gpu.hopper.backward.ranges import load_shift, mask_transposed, staggered
-from tilewise.gpu.hopper.common.biases import penalty, with_bias
+from tilewise.gpu.hopper.common.biases import penalty, scored, with_bias
 from tilewise.gpu.hopper.common.compat import gl, gluon
 from tilewise.gpu.hopper.common.dropout import marked
-from tilewise.gpu.hopper.common.softmax import exp2, tanh_of_scores
+from tilewise.gpu.hopper.common.softmax import LN_2, LOG2_E, exp2, tanh_of_scores
 from tilewise.gpu.hopper.mask.visits import hide_by_bits
 
 
@@ -47,10 +47,10 @@ def has_shift(stats):
 
 @gluon.jit
 def weights(
-    s, stats, at, kept, slope, bias, tile, key, own, work, sizes, factors, dtype: gl.constexpr,
+    s, stats, at, kept, slope, bias, tile, key, own, work, sizes, factors, extras, dtype: gl.constexpr,
     cfg: gl.constexpr,
 ):  # fmt: skip
-    """(P^T in float32, derivative of the softcap) of finished products s [64 keys, BLOCK_M].
+    """(P^T in float32, derivative of softcap and score function) of finished products s [64 keys, BLOCK_M].
 
     Weights that are dropped are negative: so `as_operand` makes 0 of them, and their size is there for dS^T.
     Where lse is large, scores lose a shift first: their difference is exact. That is rare, so in a branch.
@@ -58,8 +58,14 @@ def weights(
     """
     columns: gl.constexpr = gl.SliceLayout(0, s.type.layout)
     x, unit, derivative = capped(s, factors, cfg)
+    shift_unit = 1.0
+    if cfg.SCORE is not None:
+        query = staggered(at.number, at.tiles, at.spread, cfg) * cfg.BLOCK_M
+        x, of_score, _ = scored(x * (unit * LN_2), key, query, True, work.batch, at.head, work, extras, cfg)
+        derivative = derivative * of_score
+        shift_unit, unit = unit * LN_2, LOG2_E
     if cfg.HAS_LARGE_LSE and has_shift(stats):
-        x = x - load_shift(stats, at, work, columns, sizes, cfg)[None, :]
+        x = x - load_shift(stats, at, work, columns, sizes, cfg)[None, :] * shift_unit
     lse = stats.slice(0, cfg.BLOCK_M, 0).load(columns)
     x = x * unit - lse[None, :]
     if cfg.HAS_ALIBI:
@@ -107,14 +113,19 @@ def probabilities(
     work,
     sizes,
     factors,
+    extras,
     dtype: gl.constexpr,
     cfg: gl.constexpr,
 ):
-    """(P^T for dV, P^T times the softcap's derivative for dS^T) of finished products, in 16 bits."""
-    p, derivative = weights(s, stats, at, kept, slope, bias, tile, key, own, work, sizes, factors, dtype, cfg)
+    """(P^T for dV, P^T times the derivative for dS^T) of finished products, in 16 bits: see `weights`."""
+    p, derivative = weights(
+        s, stats, at, kept, slope, bias, tile, key, own, work, sizes, factors, extras, dtype, cfg
+    )
     p_16bit = pinned(in_16_bits(p, dtype, cfg))
     weight = p_16bit
-    if cfg.HAS_SOFTCAP:
+    if cfg.HAS_SLOPE:  # which may be negative, and infinite at hidden keys
+        weight = gl.where(p == 0.0, 0.0, gl.abs(p) * derivative).to(dtype)
+    elif cfg.HAS_SOFTCAP:
         weight = (p * derivative).to(dtype)
     elif cfg.HAS_DROPOUT:
         weight = p.to(dtype)
@@ -122,13 +133,19 @@ def probabilities(
 
 
 @gluon.jit
-def score_gradient(weight, dp, stats, dtype: gl.constexpr, cfg: gl.constexpr):
-    """dS^T = weight * (dP^T - delta) [64 keys, BLOCK_M]; weights of 16 bits are widened here, not before."""
+def score_gradient(weight, p, dp, stats, dtype: gl.constexpr, cfg: gl.constexpr):
+    """dS^T = weight * (dP^T - delta) [64 keys, BLOCK_M]; weights of 16 bits are widened here, not before.
+
+    p: the weights for dV. Where dropout takes one it is 0, and `weight` negative, but for a slope's sign.
+    """
     delta = stats.slice(cfg.BLOCK_M, cfg.BLOCK_M, 0).load(gl.SliceLayout(0, dp.type.layout))
     if weight.dtype != gl.float32:
         weight = pinned(weight).to(gl.float32)
     if cfg.HAS_DROPOUT:  # times inverse_keep: the statistics have delta / inverse_keep
-        ds = gl.maximum(weight, 0.0) * dp - gl.abs(weight) * delta[None, :]
+        if cfg.HAS_SLOPE:
+            ds = gl.where(p == 0.0, 0.0, weight) * dp - weight * delta[None, :]
+        else:
+            ds = gl.maximum(weight, 0.0) * dp - gl.abs(weight) * delta[None, :]
     else:
         ds = weight * (dp - delta[None, :])
     return ds.to(dtype)

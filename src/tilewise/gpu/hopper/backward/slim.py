@@ -147,7 +147,9 @@ def finish_step(
     """(dS^T as operand, dV + P^T dO) of a query tile whose S^T is there."""
     dtype: gl.constexpr = ch.do.dtype
     stats = stats_of(use, ch, cfg)
-    p, weight = probabilities(s, stats, None, 0, 0.0, 0, tile, key, own, work, sizes, factors, dtype, cfg)
+    p, weight = probabilities(
+        s, stats, None, 0, 0.0, 0, tile, key, own, work, sizes, factors, None, dtype, cfg
+    )
     v = ch.v.tiles.index(W + zero).reshape([64, cfg.BLOCK_DV])
     do = outputs(use, ch, cfg)
     p = pinned(gl.convert_layout(p, operand_layout(cfg.BLOCK_DV)))
@@ -162,7 +164,7 @@ def finish_step(
         dp = product(v, do.permute((1, 0)))
         pingpong_arrive(W)
         dv, dp = warpgroup_mma_wait(0, deps=(dv, dp))
-    ds = pinned(score_gradient(weight, dp, stats, dtype, cfg))
+    ds = pinned(score_gradient(weight, weight, dp, stats, dtype, cfg))
     dv = warpgroup_mma_wait(0, deps=(dv,))
     return gl.convert_layout(ds, operand_layout(cfg.D_CHUNK)), dv
 

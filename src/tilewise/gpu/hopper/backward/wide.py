@@ -163,7 +163,21 @@ def start_dv(p, dv, use, ch, cfg: gl.constexpr):
 def stage_weight(s, tile, tiles, use, work, ch, sizes, factors, dtype: gl.constexpr, cfg: gl.constexpr):
     """P^T [64, BLOCK_M] of finished products as operand; the gradient role gets the weight of dS^T."""
     p, weight = probabilities(
-        s, stats_of(use, ch, cfg), None, 0, 0.0, 0, tile, work.row, tiles, work, sizes, factors, dtype, cfg
+        s,
+        stats_of(use, ch, cfg),
+        None,
+        0,
+        0.0,
+        0,
+        tile,
+        work.row,
+        tiles,
+        work,
+        sizes,
+        factors,
+        None,
+        dtype,
+        cfg,
     )
     ch.weight.acquire(use)
     ch.weight.chunk(use, 0).store(weight)
@@ -219,7 +233,7 @@ def take_weight(dp, use, ch, cfg: gl.constexpr):
     ch.q.wait(use)  # delta came with it
     weight = ch.weight.chunk(use, 0).load(accumulator_layout(cfg.BLOCK_M))
     ch.weight.release(use)
-    ds = score_gradient(weight, dp, stats_of(use, ch, cfg), weight.dtype, cfg)
+    ds = score_gradient(weight, weight, dp, stats_of(use, ch, cfg), weight.dtype, cfg)
     return pinned(gl.convert_layout(ds, operand_layout(cfg.D_CHUNK)))
 
 

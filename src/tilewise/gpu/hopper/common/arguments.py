@@ -41,6 +41,8 @@ class ForwardConfig:
     HAS_BIAS: bool = False
     BIAS_OF_ROWS: bool = False  # all keys have the same
     BIAS_OF_DISTANCES: bool = False  # it depends on key - query
+    SCORE: Any = None  # a score function: see `gpu.functions.source`
+    IS_GUARDED: bool = False  # it may read out of range
     HAS_ROW_MAX: bool = False  # asked for
     HAS_ENTROPY: bool = False
 
@@ -81,9 +83,10 @@ class ForwardConfig:
     def FOLLOWS(self) -> bool:
         """Whether rows follow their maximum from the start, as it grows with every tile.
 
-        ALiBi's is in the first tile if that has the nearest keys. A bias may be -inf, as a mask.
+        ALiBi's is in the first tile if that has the nearest keys. A bias may be -inf, as a mask, and so may
+        what a score function gives.
         """
-        return self.HAS_BIAS or (self.HAS_ALIBI and not self.HAS_RIGHT)
+        return self.HAS_BIAS or self.SCORE is not None or (self.HAS_ALIBI and not self.HAS_RIGHT)
 
     @property
     def DRAWS_EARLY(self) -> bool:
@@ -221,6 +224,16 @@ class Extras(NamedTuple):
     bias_batch: Any = 0  # pairs from one to the next; 0 where all share one
     bias_head: Any = 0
     bias_row: Any = 0
+    captured: Any = None  # what a score function reads: see `gpu.functions.captured`
+
+
+class Place(NamedTuple):
+    """What functions ask besides a query's and a key's position."""
+
+    b: Any
+    h: Any
+    seqlen_q: Any
+    seqlen_k: Any
 
 
 class TransposedMap(NamedTuple):

@@ -1,5 +1,7 @@
-"""What is added to scores, in the registers of a warpgroup and in units of log2."""
+"""What becomes of scores in the registers of a warpgroup: ALiBi and biases, in units of log2; functions."""
 
+from tilewise.gpu.functions.operations import poisoned
+from tilewise.gpu.hopper.common.arguments import Place
 from tilewise.gpu.hopper.common.compat import float_pair, gl, gluon, halves
 from tilewise.gpu.hopper.common.layouts import accumulator_layout, along
 from tilewise.gpu.hopper.common.softmax import LOG2_E
@@ -79,3 +81,26 @@ def with_bias(x, pairs, dtype: gl.constexpr, cfg: gl.constexpr):
         low, high = halves(pairs, dtype)
         y = y + gl.convert_layout(gl.join(low, high), y.type.layout, assert_trivial=True) * LOG2_E
     return gl.convert_layout(y.reshape(x.shape), x.type.layout, assert_trivial=True)
+
+
+@gluon.jit
+def scored(x, row, column, is_transposed: gl.constexpr, batch, head, work, extras, cfg: gl.constexpr):
+    """(what the score function makes of scaled scores x [64, N] from (row, column) on, its derivative, where
+    an index is wrong). is_transposed: rows are keys.
+    """
+    rows = (row + gl.arange(0, 64, gl.SliceLayout(1, x.type.layout)))[:, None]
+    columns = (column + gl.arange(0, x.shape[1], gl.SliceLayout(0, x.type.layout)))[None, :]
+    place = Place(batch, head, work.seqlen_q, work.seqlen_k)
+    if is_transposed:
+        y, slope, wrong = cfg.SCORE(x, columns, rows, place, extras.captured)
+    else:
+        y, slope, wrong = cfg.SCORE(x, rows, columns, place, extras.captured)
+    return y, slope, wrong
+
+
+@gluon.jit
+def poisoned_scores(s, row, column, batch, head, work, extras, cfg: gl.constexpr):
+    """Scores, hidden or not, with NaN for each visible one whose index is wrong: in a branch that is rare."""
+    rows = (row + gl.arange(0, 64, gl.SliceLayout(1, s.type.layout)))[:, None]
+    _, _, wrong = scored(s, row, column, False, batch, head, work, extras, cfg)
+    return poisoned(s, wrong, rows, work, extras.captured)

@@ -25,7 +25,6 @@ from tilewise.gpu.functions.source import Helpers, KernelFunctions, helpers
 from tilewise.gpu.launch.launch_plan import Tensors
 
 MOST_BITS = 1 << 29  # 64 MiB: one mask of 23k x 23k tokens
-NONE_GUARDED: frozenset[int] = frozenset()  # other functions are refused
 NO_HELPERS = Helpers(None, None, False, False, None)
 
 
@@ -66,7 +65,7 @@ def source_of(problem: AttentionProblem, inputs: Inputs) -> Tensor | MaskFunctio
     buffers = Buffers(inputs.captured_floats, inputs.captured_integers, inputs.captured_layout)
     device, lengths = inputs.query.device, (problem.seqlen_q, problem.seqlen_k)
     hiding = hiding_numbers(functions, buffers)
-    kernel = KernelFunctions(functions.plain_text, NONE_GUARDED)
+    kernel = KernelFunctions(functions.plain_text, frozenset())
     return MaskFunction(kernel, _shape(problem), lengths, captured_of(inputs), device, *hiding)
 
 
@@ -80,7 +79,10 @@ def score_helpers(problem: AttentionProblem) -> Helpers:
     """What is compiled into kernels of a problem's score function, if it has one."""
     if not problem.has_score_function:
         return NO_HELPERS
-    return helpers(KernelFunctions(decode(problem.functions or "").score_only.plain_text, NONE_GUARDED))
+    functions = decode(problem.functions or "")
+    text = functions.score_only.plain_text
+    nodes = enumerate(decode(text).graph.nodes) if functions.is_guarded else ()
+    return helpers(KernelFunctions(text, frozenset(n for n, node in nodes if node.op == "load")))
 
 
 def as_served(problem: AttentionProblem) -> AttentionProblem:

@@ -14,7 +14,9 @@ from tilewise.core.dropout import rate, threshold
 from tilewise.core.problem import AttentionProblem, Inputs
 from tilewise.core.signature import stand_in
 from tilewise.core.torch_private import raw_stream
+from tilewise.gpu.functions.captured import Captured
 from tilewise.gpu.hopper.common.arguments import Extras
+from tilewise.gpu.hopper.common.functions import captured_of
 from tilewise.gpu.launch.gpus import gpu_of
 from tilewise.gpu.launch.launch_plan import Launch, Tensors, run
 
@@ -72,13 +74,14 @@ def factors(problem: AttentionProblem) -> tuple[float, float, float, float]:
 def extras_of(
     problem: AttentionProblem, inputs: Inputs, is_transposed: bool = False
 ) -> tuple[Tensor | None, ...]:
-    """The tensors of `Extras`, on the device; is_transposed: of a kernel with keys as rows."""
+    """The tensors of `Extras`, on the device, those of `Captured` last; is_transposed: rows are keys."""
     seed, slopes, bias = inputs.dropout_seed, inputs.alibi_slopes, inputs.bias
     if seed is not None:
         seed = seed.to(inputs.query.device)
     if bias is not None and not problem.bias_of_distances:
         bias = _pairs(problem, bias, is_transposed)
-    return seed, None if slopes is None else slopes.contiguous(), bias
+    captured = captured_of(inputs) if problem.has_score_function else (None,) * 3
+    return seed, None if slopes is None else slopes.contiguous(), bias, *captured
 
 
 def _pairs(problem: AttentionProblem, bias: Tensor, is_transposed: bool) -> Tensor:
@@ -144,7 +147,13 @@ def _copy_launch(edges: tuple[int, int], tensors: Tensors) -> Launch:
 
 
 def extras(
-    problem: AttentionProblem, seed: Tensor | None, slopes: Tensor | None, bias: Tensor | None
+    problem: AttentionProblem,
+    seed: Tensor | None,
+    slopes: Tensor | None,
+    bias: Tensor | None,
+    floats: Tensor | None,
+    integers: Tensor | None,
+    layout: Tensor | None,
 ) -> Extras:
     """What the scores and weights of a problem have besides."""
     found = Extras()
@@ -163,6 +172,8 @@ def extras(
         strides = (0 if size == 1 else stride for size, stride in zip(bias.shape, bias.stride(), strict=True))
         batch, head, row, _ = strides
         found = found._replace(bias=bias, bias_batch=batch, bias_head=head, bias_row=row)
+    if layout is not None:
+        found = found._replace(captured=Captured(floats, integers, layout, error_flags(layout.device)))
     return found
 
 

@@ -17,7 +17,14 @@ does one thing after the other. FlashAttention-3 (Shah et al., 2024), section 3.
 """
 
 from tilewise.gpu.hopper.common.arguments import Cache, Extras, MaskMap, Packing, RowTargets, Sizes
-from tilewise.gpu.hopper.common.biases import load_bias, load_slope, penalty, with_bias
+from tilewise.gpu.hopper.common.biases import (
+    load_bias,
+    load_slope,
+    penalty,
+    poisoned_scores,
+    scored,
+    with_bias,
+)
 from tilewise.gpu.hopper.common.channel import Ring, make_tile_ring, skip
 from tilewise.gpu.hopper.common.compat import (
     aggregate,
@@ -47,6 +54,7 @@ from tilewise.gpu.hopper.common.scheduler import (
     send_end,
 )
 from tilewise.gpu.hopper.common.softmax import (
+    LOG2_E,
     Factors,
     exp2,
     finite_or_zero,
@@ -186,7 +194,7 @@ def headroom(is_exact, cfg: gl.constexpr):
 @gluon.jit
 def softmax_step(
     W: gl.constexpr, s, m, l, watched, left, entry, words, has_seen, slope, bias, row, tiles, follows,
-    is_exact, work, sizes, factors, dtype: gl.constexpr, cfg: gl.constexpr,
+    is_exact, work, sizes, factors, extras, dtype: gl.constexpr, cfg: gl.constexpr,
 ):  # fmt: skip
     """Softmax of a finished tile of scores: (p as operand, m, l, watched, alpha, is_steady, has_seen).
 
@@ -201,6 +209,9 @@ def softmax_step(
     if cfg.HAS_SOFTCAP:
         s = softcapped(s, factors)
     j = tile_of(entry, left, tiles, cfg)
+    if cfg.SCORE is not None:
+        s = s * factors.scale
+        s, _, wrong = scored(s, row, j * cfg.BLOCK_N, False, work.batch, work.head, work, extras, cfg)
     if j >= tiles.full_end:  # only edge tiles are masked
         s = mask_right(s, j, row, work, sizes, cfg)
     if cfg.HAS_LEFT and j < tiles.full_begin:
@@ -213,9 +224,12 @@ def softmax_step(
         hides = hides | is_partial(W, entry)
         is_steady = (has_seen != 0) & (follows == 0)
         has_seen = has_seen | is_seen_by_all(W, entry, j, tiles, cfg)
+    if cfg.IS_GUARDED:  # noqa: SIM102 - a branch of the kernel, in one of the compiler
+        if gl.max(gl.max(wrong.to(gl.int32), 1), 0) != 0:
+            s = poisoned_scores(s, row, j * cfg.BLOCK_N, work.batch, work.head, work, extras, cfg)
     alpha = gl.full([64], 1.0, gl.float32, row_layout(cfg.BLOCK_N))
     start = row - work.seqlen_q + work.seqlen_k - j * cfg.BLOCK_N  # from the first key to the first query
-    if is_steady:  # never with a bias: see `FOLLOWS`
+    if is_steady:  # never with a bias or a function: see `FOLLOWS`
         x = s * factors.scale_log2e - m[:, None]  # [64, BLOCK_N]
         if cfg.HAS_ALIBI:
             x = x - penalty(s, start, slope)
@@ -224,6 +238,8 @@ def softmax_step(
         watched = watch(watched, s, x, p, hides, cfg)
     else:
         unit = factors.scale_log2e
+        if cfg.SCORE is not None:
+            unit = LOG2_E
         if cfg.HAS_ALIBI:
             s = s * unit - penalty(s, start, slope)
             unit = 1.0
@@ -353,7 +369,7 @@ def mma_role(
             follows = 0 * left + 1
         p, m, l, watched, _, _, has_seen = softmax_step(
             W, s, m, l, watched, left, entry, words, 0 * left, slope, bias, row, tiles, 1, is_exact, work,
-            sizes, factors, dtype, cfg,
+            sizes, factors, extras, dtype, cfg,
         )  # fmt: skip
         entry = entry_at(gl.maximum(left - 1, 0), visits, all_tiles, mask, cfg)
         while left > 0:
@@ -381,7 +397,7 @@ def mma_role(
             rings.k.release(use + 1)
             p_next, m, l, watched, alpha, is_steady, has_seen = softmax_step(
                 W, s, m, l, watched, left, current, words, has_seen, slope, bias, row, tiles, follows,
-                is_exact, work, sizes, factors, dtype, cfg,
+                is_exact, work, sizes, factors, extras, dtype, cfg,
             )  # fmt: skip
             if cfg.IS_OVERLAPPED:
                 acc = warpgroup_mma_wait(0, deps=(acc,))  # p and V have been read
@@ -425,7 +441,7 @@ def attn_fwd_kernel(
     rows_k, rows_v, stride_page_table, num_pages, scale_log2e, two_over_softcap_log2e, softcap_log2e,
     scale, mask_tiles, mask_bits, mask_stride_batch, mask_stride_head, mask_stride_tile,
     dropout_seed, dropout_addend, dropout_either, inverse_keep, slopes, slopes_stride,
-    bias, bias_batch, bias_head, bias_row, cfg: gl.constexpr,
+    bias, bias_batch, bias_head, bias_row, captured, cfg: gl.constexpr,
 ):  # fmt: skip
     """out, lse and, unless None, residual, row_max and entropy of every query tile; integers: `Sizes`."""
     targets = RowTargets(lse_ptr, residual_ptr, row_max_ptr, entropy_ptr)
@@ -438,7 +454,7 @@ def attn_fwd_kernel(
     mask = MaskMap(mask_tiles, mask_bits, mask_stride_batch, mask_stride_head, mask_stride_tile)
     extras = Extras(
         dropout_seed, dropout_addend, dropout_either, inverse_keep, slopes, slopes_stride,
-        bias, bias_batch, bias_head, bias_row,
+        bias, bias_batch, bias_head, bias_row, captured,
     )  # fmt: skip
     factors = Factors(scale_log2e, two_over_softcap_log2e, softcap_log2e, scale)
     N: gl.constexpr = cfg.WARPGROUPS

@@ -17,7 +17,7 @@ from tilewise.core.problem import AttentionProblem, Inputs
 from tilewise.core.signature import new_out
 from tilewise.gpu.hopper.common import host
 from tilewise.gpu.hopper.common.arguments import WARPGROUP_ROWS, ForwardConfig, MaskMap, Sizes
-from tilewise.gpu.hopper.mask.functions import source_of
+from tilewise.gpu.hopper.common.functions import score_helpers, source_of
 from tilewise.gpu.hopper.mask.tile_map import tile_map
 from tilewise.gpu.launch.launch_plan import Launch, Tensors, run
 
@@ -85,7 +85,7 @@ def watched_config(problem: AttentionProblem, *statistics: str) -> ForwardConfig
 
 def watches(problem: AttentionProblem) -> bool:
     """Whether the kernel gives row_max and entropy in its pass: of scores that are products alone."""
-    return not problem.has_alibi and problem.bias_shape is None
+    return not (problem.has_alibi or problem.bias_shape is not None or problem.has_score_function)
 
 
 def forward_launch(
@@ -159,7 +159,7 @@ def forward_config(problem: AttentionProblem) -> ForwardConfig:
     width = 128 if -(-problem.head_dim // 64) % 2 == 0 else 64
     block_dv = max(64, 1 << (problem.head_dim_v - 1).bit_length())
     block_n, warpgroups, stages, q_slots, registers, ctas = _tile(problem, block_dv)
-    producer_registers = 24
+    producer_registers, function = 24, score_helpers(problem)
     if 0 < (problem.page_size or 0) < block_n:  # copies of several pages side by side
         wide = (232, 40) if block_n == 128 else (224, 56)
         registers, producer_registers = wide if registers == 240 else (registers, 32)
@@ -192,6 +192,8 @@ def forward_config(problem: AttentionProblem) -> ForwardConfig:
         HAS_BIAS=problem.bias_shape is not None,
         BIAS_OF_ROWS=problem.bias_shape is not None and problem.bias_shape[3] == 1,
         BIAS_OF_DISTANCES=problem.bias_of_distances,
+        SCORE=function.score,
+        IS_GUARDED=function.is_guarded,
     )
 
 
@@ -207,7 +209,7 @@ def _tile(problem: AttentionProblem, block_dv: int) -> tuple[int, int, int, int,
     if problem.head_dim <= 64:
         is_short = window <= 1024 or problem.is_packed or (is_causal and problem.seqlen_k <= 2048)
         has_more = problem.mask_shape is not None or problem.bias_shape is not None
-        is_short = is_short or has_more or problem.dropout_p > 0
+        is_short = is_short or has_more or problem.has_score_function or problem.dropout_p > 0
         if is_short or problem.batch * problem.num_heads * problem.seqlen_q < MANY_ROWS:
             return 64, 2, 4, 4, 104, 2  # twice 4 x 8 KB of Q, 4 x 16 KB of K and V: 192 KB
         return 64, 4, 8, 8, 112, 1  # 8 x 8 KB of Q, 8 x 16 KB of K and V: 192 KB
@@ -223,6 +225,6 @@ def _pack(problem: AttentionProblem) -> int:
     group = problem.group_size
     fits = 1 < group <= WARPGROUP_ROWS and group & (group - 1) == 0
     is_plain = problem.mask_shape is None and problem.dropout_p == 0 and not problem.has_alibi
-    is_plain = is_plain and problem.bias_shape is None
+    is_plain = is_plain and problem.bias_shape is None and not problem.has_score_function
     may_be_few = problem.seqlen_q <= WARPGROUP_ROWS or (problem.is_packed and problem.is_cached)
     return group if fits and may_be_few and is_plain else 1

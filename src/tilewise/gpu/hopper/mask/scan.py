@@ -2,25 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
-
 import triton
 import triton.language as tl
 
-from tilewise.gpu.hopper.common.arguments import FLAG_BITS, WARPGROUP_ROWS
+from tilewise.gpu.hopper.common.arguments import FLAG_BITS, WARPGROUP_ROWS, Place
 
 ROWS = tl.constexpr(WARPGROUP_ROWS)
 SHIFT = tl.constexpr(FLAG_BITS)
 FLAGS = tl.constexpr((1 << FLAG_BITS) - 1)
-
-
-class Place(NamedTuple):
-    """What functions ask besides a query's and a key's position."""
-
-    b: Any
-    h: Any
-    seqlen_q: Any
-    seqlen_k: Any
 
 
 @triton.jit(do_not_specialize=["stride_b", "stride_h", "heads", "row_tiles", "rows", "keys", "key_tiles"])

@@ -29,7 +29,7 @@ from tilewise.gpu.functions.captured import Captured
 from tilewise.gpu.functions.source import KernelFunctions, helpers
 from tilewise.gpu.hopper.common import host
 from tilewise.gpu.hopper.common.arguments import WARPGROUP_ROWS, MaskMap, TransposedMap
-from tilewise.gpu.hopper.mask.functions import MaskFunction
+from tilewise.gpu.hopper.common.functions import MaskFunction
 from tilewise.gpu.launch.launch_plan import Launch, Tensors, run
 
 Map = TypeVar("Map")

@@ -5,18 +5,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tilewise.core.device_errors import INDEX
-
-INDEX_FLAG = tl.constexpr(INDEX)
-
-
-@triton.jit
-def poisoned(s, wrong, i, seq, captured):
-    """NaN in the place of visible scores that functions have read out of range for, which is reported."""
-    is_bad = (wrong != 0) & (s != float("-inf")) & (i < seq.seqlen_q)  # a bit, interpreted too
-    tl.store(captured.errors + INDEX_FLAG + is_bad.to(tl.int32) * 0, 1, mask=is_bad)
-    return tl.where(is_bad, float("nan"), s)
-
 
 @triton.jit
 def before_function(ds, slope, cfg: tl.constexpr):

@@ -16,14 +16,17 @@ if TYPE_CHECKING:
     from tilewise.lab.bench.cases import Case
 
 OPTIONS = ("alibi", "bias", "softcap", "dropout")
-FUNCTION_OPTIONS = ("alibi", "softcap", "relative")
+GATED = "gated"  # scores times a number of each query and key
+FUNCTION_OPTIONS = ("alibi", "softcap", "relative", GATED)
 LEARNED = "learned"  # a relative bias whose table gets a gradient: of backward cases
 RELATIVE = ("relative", LEARNED)
+FUNCTIONS_ALONE = (*RELATIVE, GATED)  # that no option says
 BIAS_GRADIENT = "bias-gradient"  # a dense bias that gets one: of backward cases
 BIASES = ("bias", BIAS_GRADIENT, *RELATIVE)
 REACH = 128  # tokens, beyond which a relative bias is the same
 SOFTCAP = 30.0
 DROPOUT_P = 0.1
+ALL = slice(None)
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,6 +56,14 @@ class CaseOption:
         """Of the table, the column for each query and key: int64 (seqlen_q, seqlen_k)."""
         i, j = (torch.arange(n, device=self.device) for n in (self.case.seqlen_q, self.case.seqlen_k))
         return (i[:, None] - j).clamp(-REACH, REACH) + REACH
+
+    @functools.cached_property
+    def gates(self) -> tuple[Tensor, Tensor]:
+        """Of queries and keys, float32."""
+        generator = torch.Generator(self.device).manual_seed(self.seed)
+        lengths = self.case.seqlen_q, self.case.seqlen_k
+        rows, columns = (torch.randn(n, device=self.device, generator=generator) / 2 for n in lengths)
+        return rows, columns
 
     @property
     def leaves(self) -> tuple[Tensor, ...]:
@@ -114,8 +125,8 @@ class CaseOption:
         hidden = torch.ones(self.bias.shape[2:], dtype=torch.bool, device=self.device).triu(1)
         return {"attn_mask": self.bias.masked_fill(hidden, float("-inf"))}
 
-    def score_mod(self) -> Callable[..., Tensor] | None:
-        """FlexAttention's function.
+    def score_mod(self, queries: slice = ALL, keys: slice = ALL) -> Callable[..., Tensor] | None:
+        """FlexAttention's function; GATED, for some queries and keys alone.
 
         Raises:
             Refusal: it has no such option.
@@ -132,6 +143,9 @@ class CaseOption:
             case "relative" | "learned":
                 table = self.table
                 return lambda s, b, h, i, j: s + table[h, (i - j).clamp(-REACH, REACH) + REACH]
+            case "gated":
+                rows, columns = self.gates[0][queries], self.gates[1][keys]
+                return lambda s, b, h, i, j: s * (1 + rows[i] * columns[j])
             case "softcap":
                 return lambda s, b, h, i, j: SOFTCAP * torch.tanh(s / SOFTCAP)
         return None
