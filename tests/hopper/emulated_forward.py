@@ -20,7 +20,7 @@ from tilewise.core.dropout import with_origin
 from tilewise.core.problem import AttentionProblem, Inputs, Options
 from tilewise.core.statistics import Aux
 from tilewise.gpu.hopper import plan
-from tilewise.gpu.hopper.common import functions, host
+from tilewise.gpu.hopper.common import biases, functions, host
 from tilewise.gpu.hopper.forward import launch
 from tilewise.gpu.launch import launch_plan
 from tilewise.tiled import backend as tiled, statistics as tiled_statistics
@@ -263,6 +263,7 @@ def check(name: str) -> float:
 
 def main() -> None:
     functions.helpers = emulator.plain_helpers  # type: ignore[assignment]
+    biases.poisoned = emulator.plain(biases.poisoned)
     launch_plan.start = lambda launched: emulator.start(launched, 2)
     host.num_sms = lambda index: 2  # type: ignore[assignment]
     launch.MANY_ROWS = 1500  # four warpgroups in the cases called long

@@ -76,35 +76,41 @@ def draw_distances(seqlen_q: int, seqlen_k: int, heads: int) -> tuple[Any, torch
 
 
 def draw_score(seqlen_q: int, seqlen_k: int, heads: int) -> Any:
-    """A score function that kernels call: it reads by rows, columns and both; its slope has both signs."""
+    """A score function that kernels call: it reads by rows, columns and both, also where values say; its slope
+    has both signs, and of 0 it is NaN."""
     rows, columns, table = torch.randn(heads, seqlen_q), torch.randn(seqlen_k), torch.randn(heads, 8, 9)
+    index = torch.randint(0, 9, (seqlen_q, seqlen_k))
 
     def score_mod(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
-        seen = torch.where((i + j) % 7 != 0, s * rows[h, i], -math.inf)
-        return seen + columns[j] + table[h, (i - j // 2) % 8, (j - i // 3) % 9]
+        seen = torch.where((i + j) % 7 != 0, s * rows[h, i] + 0.1 * s * torch.log(s.abs()), -math.inf)
+        return seen + columns[j] + table[h, (i - j // 2) % 8, index[i, j]]
 
     return score_mod
 
 
 def plain_helpers(kernel: Any) -> Any:
-    """`gpu.functions.source.helpers` as functions of Python, with stand-ins for Triton's operations."""
-    from triton.runtime.jit import JITFunction
-
+    """`gpu.functions.source.helpers` as functions of Python."""
     from tilewise.gpu.functions import source
 
-    def plain(function: Any) -> Any:
-        if not isinstance(function, JITFunction):
-            return function
-        code, values = function.fn.__code__, function.fn.__globals__
-        names = {name: plain(values[name]) for name in code.co_names if name in values}
-        return types.FunctionType(code, names | {"tl": language})
-
-    names = vars(sys.modules["tilewise.gpu.hopper.common.compat"].gl)
-    language = types.SimpleNamespace(
-        **names | {"cast": lambda x, dtype: tile(torch.as_tensor(x).to(dtype)), "int1": torch.bool}
-    )
     found = source.helpers(kernel)
     return found._replace(mask=plain(found.mask), score=plain(found.score))
+
+
+def plain(function: Any) -> Any:
+    """A function of Triton's, with stand-ins for its operations."""
+    from triton.runtime.jit import JITFunction
+
+    if not isinstance(function, JITFunction):
+        return function
+    operations = vars(sys.modules["tilewise.gpu.hopper.common.compat"].gl)
+    own = {
+        "cast": lambda x, dtype: tile(torch.as_tensor(x).to(dtype)),
+        "sqrt_rn": torch.sqrt,
+        "store": lambda p, value, mask: _store(p, torch.full(mask.shape, value), mask),
+    }
+    code, values = function.fn.__code__, function.fn.__globals__
+    names = {name: plain(values[name]) for name in code.co_names if name in values}
+    return types.FunctionType(code, names | {"tl": types.SimpleNamespace(**operations | own)})
 
 
 def as_kernels_see(inputs: Any, options: Any, score_mod: Any, arrange: Any) -> tuple[Any, Any]:

@@ -48,8 +48,12 @@ def _has_function_of_distance(p: AttentionProblem) -> bool:
     return of_distances(p) is not None
 
 
-def _has_guarded_mask(p: AttentionProblem) -> bool:
-    return p.functions is not None and decode(p.functions).is_guarded and decode(p.functions).mask is not None
+def _has_unseen_guards(p: AttentionProblem) -> bool:
+    """Indices that may be out of range, of a mask function or computed from the score."""
+    functions = None if p.functions is None else decode(p.functions)
+    if functions is None or not functions.is_guarded:
+        return False
+    return functions.mask is not None or reads_by_score(functions, wants_grad=False)
 
 
 def _has_bias(p: AttentionProblem) -> bool:
@@ -154,9 +158,9 @@ ROWS = (
     }, is_rare=True),
     Row("bias with 8-bit products", lambda p: _has_any_bias(p) and p.is_8_bit, dict.fromkeys(
         ("triton", "llvm", "aten"), "has no 8-bit products"
-    ) | {"hopper": "does not take a bias with 8-bit products"}, is_rare=True),
+    ) | {"hopper": "takes neither a bias nor a score function with 8-bit products"}, is_rare=True),
     Row("gradient with a bias, head_dim over 128", lambda p: _has_any_bias(p) and p.head_dim > 128, {
-        "hopper backward": "has gradients with a bias up to head size 128, not {p.head_dim}",
+        "hopper backward": "has gradients with a bias or a score function up to head_dim 128, not {p.head_dim}",
     }, is_rare=True),
     Row("mask functions", lambda p: p.functions is not None, {"aten": "takes no mask or score functions"}),
     Row("score functions", lambda p: p.has_score_function, {"aten": "takes no mask or score functions"}),
@@ -164,8 +168,9 @@ ROWS = (
         "hopper": "takes a score function or a bias or ALiBi slopes, not two of them",
         "aten": "takes no mask or score functions",
     }, is_rare=True),
-    Row("mask functions that may read out of range", _has_guarded_mask, {
-        "hopper": "takes mask functions only whose indices into captured tensors are in range for certain",
+    Row("mask functions that may read out of range", _has_unseen_guards, {
+        "hopper": "takes a mask function, and an index that the score says, only if all indices into captured "
+        "tensors are in range for certain",
     }, is_rare=True),
     Row("gradient of tensors that functions read, but by distance", _has_scattered_gradient, {
         "hopper backward": "has a gradient of tensors that a function reads only by distance",

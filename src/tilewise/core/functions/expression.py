@@ -302,13 +302,13 @@ def shifted(text: str) -> str:
 
 
 @functools.lru_cache(maxsize=512)
-def reads_by_score(functions: Functions) -> bool:
-    """Whether a tensor that wants a gradient is read at an index that is computed from the score."""
+def reads_by_score(functions: Functions, wants_grad: bool = True) -> bool:
+    """Whether a tensor, or one that wants a gradient, is read at an index that is computed from the score."""
     graph = functions.graph
     for n in graph.reachable([] if functions.score is None else [functions.score]):
         node = graph.nodes[n]
-        is_wanted = node.op == "load" and functions.tensors[node.value].wants_grad
-        if is_wanted and "score" in {graph.nodes[m].op for m in graph.reachable(node.args)}:
+        is_meant = node.op == "load" and (functions.tensors[node.value].wants_grad or not wants_grad)
+        if is_meant and "score" in {graph.nodes[m].op for m in graph.reachable(node.args)}:
             return True
     return False
 

@@ -18,6 +18,7 @@ import functools
 import hashlib
 import linecache
 import sys
+import threading
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -29,6 +30,7 @@ from tilewise.core.functions.interval import wide_integers
 from tilewise.gpu.functions.axes import COLUMNS, DIAGONALS, EACH, NONE, ROWS, axes_of_load
 
 Shapes = tuple[tuple[int, ...], ...]
+_making = threading.Lock()  # others would find a module that is not yet filled
 
 
 class KernelFunctions(NamedTuple):
@@ -83,6 +85,11 @@ class Helpers(NamedTuple):
 @functools.lru_cache(maxsize=512)
 def helpers(kernel: KernelFunctions) -> Helpers:
     """The compiled module's functions; it is made once for an expression."""
+    with _making:
+        return _helpers(kernel)
+
+
+def _helpers(kernel: KernelFunctions) -> Helpers:
     source, has_slope = _source(kernel)
     # By its name Triton knows a helper that is an argument, in its cache on disk too.
     digest = hashlib.sha256(source.encode() + _called()).hexdigest()[:16]
@@ -163,7 +170,7 @@ class _Printer:
         self.done: set[int] = set()
 
     def function(self, signature: str, *results: str) -> str:
-        wrong = " | ".join(self.wrong) or "i < 0"  # Triton 3.6 returns no None
+        wrong = " | ".join(["((i < 0) & (j < 0))", *self.wrong]) if self.wrong else "i < 0"  # as large as the tile
         self.lines.append(f"return {', '.join(results)}, {wrong}")
         return self.procedure(signature)
 

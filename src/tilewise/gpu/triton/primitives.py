@@ -200,6 +200,7 @@ def logits(s, i, j, seq, extras, sizes, factors, cfg: tl.constexpr, IS_EDGE: tl.
     wrong = s != s
     if cfg.SCORE is not None:
         s, slope_of_score, wrong = cfg.SCORE(s, i, j, seq, extras.captured)
+        s = tl.where(i < seq.seqlen_q, s, float("-inf"))  # rows that do not exist: of 0 it may be anything
     if IS_EDGE:
         s = tl.where(visible_pairs(i, j, seq, sizes), s, float("-inf"))
         if cfg.MASK is not None:

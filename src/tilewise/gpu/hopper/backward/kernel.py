@@ -408,7 +408,7 @@ def attn_bwd_kernel(
     border, unit, key_sums, mask_lists, mask_bits, list_batch, list_head,
     mask_stride_batch, mask_stride_head, mask_stride_tile,
     dropout_seed, dropout_addend, dropout_either, inverse_keep, slopes, slopes_stride,
-    bias, bias_batch, bias_head, bias_row, captured, cfg: gl.constexpr,
+    bias, bias_batch, bias_head, bias_row, captured, score_unit, cfg: gl.constexpr,
 ):  # fmt: skip
     """dK and dV of every key tile, and dQ / scale summed in float32; integers: `BackwardSizes`, `Splits`."""
     sizes = BackwardSizes(
@@ -420,7 +420,7 @@ def attn_bwd_kernel(
     splits = Splits(border, unit, key_sums)
     extras = Extras(
         dropout_seed, dropout_addend, dropout_either, inverse_keep, slopes, slopes_stride,
-        bias, bias_batch, bias_head, bias_row, captured,
+        bias, bias_batch, bias_head, bias_row, captured, score_unit,
     )  # fmt: skip
     mask = TransposedMap(
         mask_lists, mask_bits, list_batch, list_head, mask_stride_batch, mask_stride_head, mask_stride_tile

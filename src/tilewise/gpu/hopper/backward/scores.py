@@ -4,7 +4,7 @@ from tilewise.gpu.hopper.backward.ranges import load_shift, mask_transposed, sta
 from tilewise.gpu.hopper.common.biases import penalty, scored, with_bias
 from tilewise.gpu.hopper.common.compat import gl, gluon
 from tilewise.gpu.hopper.common.dropout import marked
-from tilewise.gpu.hopper.common.softmax import LN_2, LOG2_E, exp2, tanh_of_scores
+from tilewise.gpu.hopper.common.softmax import LOG2_E, exp2, tanh_of_scores
 from tilewise.gpu.hopper.mask.visits import hide_by_bits
 
 
@@ -61,9 +61,12 @@ def weights(
     shift_unit = 1.0
     if cfg.SCORE is not None:
         query = staggered(at.number, at.tiles, at.spread, cfg) * cfg.BLOCK_M
-        x, of_score, _ = scored(x * (unit * LN_2), key, query, True, work.batch, at.head, work, extras, cfg)
+        shift_unit, unit = extras.score_unit, LOG2_E
+        x, of_score, _ = scored(x * shift_unit, key, query, True, work.batch, at.head, work, extras, cfg)
         derivative = derivative * of_score
-        shift_unit, unit = unit * LN_2, LOG2_E
+        if query + cfg.BLOCK_M > work.seqlen_q:  # rows that do not exist: of 0 it may be anything
+            exists = query + gl.arange(0, cfg.BLOCK_M, columns) < work.seqlen_q
+            x = gl.where(exists[None, :], x, float("-inf"))
     if cfg.HAS_LARGE_LSE and has_shift(stats):
         x = x - load_shift(stats, at, work, columns, sizes, cfg)[None, :] * shift_unit
     lse = stats.slice(0, cfg.BLOCK_M, 0).load(columns)

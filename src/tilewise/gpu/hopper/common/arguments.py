@@ -225,6 +225,7 @@ class Extras(NamedTuple):
     bias_head: Any = 0
     bias_row: Any = 0
     captured: Any = None  # what a score function reads: see `gpu.functions.captured`
+    score_unit: Any = 1.0  # of what it is given: times products, or the tanh of capped ones
 
 
 class Place(NamedTuple):

@@ -81,8 +81,14 @@ def score_helpers(problem: AttentionProblem) -> Helpers:
         return NO_HELPERS
     functions = decode(problem.functions or "")
     text = functions.score_only.plain_text
-    nodes = enumerate(decode(text).graph.nodes) if functions.is_guarded else ()
-    return helpers(KernelFunctions(text, frozenset(n for n, node in nodes if node.op == "load")))
+    return helpers(KernelFunctions(text, _loads(text) if functions.is_guarded else frozenset()))
+
+
+def _loads(text: str) -> frozenset[int]:
+    """All loads but those at constants, which are known to be in range."""
+    graph = decode(text).graph
+    loads = ((n, node.args) for n, node in enumerate(graph.nodes) if node.op == "load")
+    return frozenset(n for n, indices in loads if any(graph.value(index) is None for index in indices))
 
 
 def as_served(problem: AttentionProblem) -> AttentionProblem:

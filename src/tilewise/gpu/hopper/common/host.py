@@ -172,6 +172,8 @@ def extras(
         strides = (0 if size == 1 else stride for size, stride in zip(bias.shape, bias.stride(), strict=True))
         batch, head, row, _ = strides
         found = found._replace(bias=bias, bias_batch=batch, bias_head=head, bias_row=row)
+    if problem.has_score_function:
+        found = found._replace(score_unit=problem.softcap or problem.scale)
     if layout is not None:
         found = found._replace(captured=Captured(floats, integers, layout, error_flags(layout.device)))
     return found

@@ -210,7 +210,8 @@ def softmax_step(
         s = softcapped(s, factors)
     j = tile_of(entry, left, tiles, cfg)
     if cfg.SCORE is not None:
-        s = s * factors.scale
+        if not cfg.HAS_SOFTCAP:
+            s = s * extras.score_unit
         s, _, wrong = scored(s, row, j * cfg.BLOCK_N, False, work.batch, work.head, work, extras, cfg)
     if j >= tiles.full_end:  # only edge tiles are masked
         s = mask_right(s, j, row, work, sizes, cfg)
@@ -441,7 +442,7 @@ def attn_fwd_kernel(
     rows_k, rows_v, stride_page_table, num_pages, scale_log2e, two_over_softcap_log2e, softcap_log2e,
     scale, mask_tiles, mask_bits, mask_stride_batch, mask_stride_head, mask_stride_tile,
     dropout_seed, dropout_addend, dropout_either, inverse_keep, slopes, slopes_stride,
-    bias, bias_batch, bias_head, bias_row, captured, cfg: gl.constexpr,
+    bias, bias_batch, bias_head, bias_row, captured, score_unit, cfg: gl.constexpr,
 ):  # fmt: skip
     """out, lse and, unless None, residual, row_max and entropy of every query tile; integers: `Sizes`."""
     targets = RowTargets(lse_ptr, residual_ptr, row_max_ptr, entropy_ptr)
@@ -454,7 +455,7 @@ def attn_fwd_kernel(
     mask = MaskMap(mask_tiles, mask_bits, mask_stride_batch, mask_stride_head, mask_stride_tile)
     extras = Extras(
         dropout_seed, dropout_addend, dropout_either, inverse_keep, slopes, slopes_stride,
-        bias, bias_batch, bias_head, bias_row, captured,
+        bias, bias_batch, bias_head, bias_row, captured, score_unit,
     )  # fmt: skip
     factors = Factors(scale_log2e, two_over_softcap_log2e, softcap_log2e, scale)
     N: gl.constexpr = cfg.WARPGROUPS
