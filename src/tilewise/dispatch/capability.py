@@ -160,7 +160,7 @@ ROWS = (
         ("triton", "llvm", "aten"), "has no 8-bit products"
     ) | {"hopper": "takes neither a bias nor a score function with 8-bit products"}, is_rare=True),
     Row("gradient with a bias, head_dim over 128", lambda p: _has_any_bias(p) and p.head_dim > 128, {
-        "hopper backward": "has gradients with a bias or a score function up to head_dim 128, not {p.head_dim}",
+        "hopper backward": "has gradients with a bias or score function up to head_dim 128, not {p.head_dim}",
     }, is_rare=True),
     Row("mask functions", lambda p: p.functions is not None, {"aten": "takes no mask or score functions"}),
     Row("score functions", lambda p: p.has_score_function, {"aten": "takes no mask or score functions"}),
@@ -169,8 +169,8 @@ ROWS = (
         "aten": "takes no mask or score functions",
     }, is_rare=True),
     Row("mask functions that may read out of range", _has_unseen_guards, {
-        "hopper": "takes a mask function, and an index that the score says, only if all indices into captured "
-        "tensors are in range for certain",
+        "hopper": "takes a mask function, and an index that the score says, only if all indices into "
+        "captured tensors are in range for certain",
     }, is_rare=True),
     Row("gradient of tensors that functions read, but by distance", _has_scattered_gradient, {
         "hopper backward": "has a gradient of tensors that a function reads only by distance",

@@ -170,7 +170,9 @@ class _Printer:
         self.done: set[int] = set()
 
     def function(self, signature: str, *results: str) -> str:
-        wrong = " | ".join(["((i < 0) & (j < 0))", *self.wrong]) if self.wrong else "i < 0"  # as large as the tile
+        wrong = (
+            " | ".join(["((i < 0) & (j < 0))", *self.wrong]) if self.wrong else "i < 0"
+        )  # as large as the tile
         self.lines.append(f"return {', '.join(results)}, {wrong}")
         return self.procedure(signature)
 
