@@ -76,8 +76,10 @@ def draw_distances(seqlen_q: int, seqlen_k: int, heads: int) -> tuple[Any, torch
 
 
 def draw_score(seqlen_q: int, seqlen_k: int, heads: int) -> Any:
-    """A score function that kernels call: it reads by rows, columns and both, also where values say; its slope
-    has both signs, and of 0 it is NaN."""
+    """A score function that kernels call: it reads by rows, columns and both, also where values say.
+
+    Its slope has both signs, and of 0 it is NaN.
+    """
     rows, columns, table = torch.randn(heads, seqlen_q), torch.randn(seqlen_k), torch.randn(heads, 8, 9)
     index = torch.randint(0, 9, (seqlen_q, seqlen_k))
 

@@ -170,9 +170,8 @@ class _Printer:
         self.done: set[int] = set()
 
     def function(self, signature: str, *results: str) -> str:
-        wrong = (
-            " | ".join(["((i < 0) & (j < 0))", *self.wrong]) if self.wrong else "i < 0"
-        )  # as large as the tile
+        as_large = "((i < 0) & (j < 0))"  # as a tile; Triton 3.6 returns no None
+        wrong = " | ".join([as_large, *self.wrong]) if self.wrong else "i < 0"
         self.lines.append(f"return {', '.join(results)}, {wrong}")
         return self.procedure(signature)
 
