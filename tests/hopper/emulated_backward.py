@@ -146,6 +146,7 @@ CASES = {
     "distances_causal_d64": (400, 301, 3, 1, 64, 64, {"distances": True, "causal": True}),
     "score": (300, 290, 4, 2, 128, 128, {"score": True}),
     "score_causal_d64": (400, 301, 3, 1, 64, 64, {"score": True, "causal": True}),
+    "score_packed": ([100, 0, 70, 200], [130, 20, 0, 300], 4, 1, 128, 128, {"score": True, "causal": True}),
     "score_mask_dropout": (
         100,
         330,
@@ -204,7 +205,7 @@ def check(name: str) -> float:
     if options.pop("distances", False):
         score_mod, packing["bias"] = emulator.draw_distances(lengths_q, lengths_k, heads)
     if options.pop("score", False):
-        score_mod = emulator.draw_score(lengths_q, lengths_k, heads)
+        score_mod = emulator.draw_score(*(max(n) if is_packed else n for n in (lengths_q, lengths_k)), heads)
     problem, inputs = emulator.as_kernels_see(
         inputs, Options(**options), score_mod, host.transposed_pairs_of_distances
     )

@@ -127,6 +127,7 @@ CASES: dict[str, tuple[Any, Any, int, int, int, int, dict[str, Any]]] = {
     ),
     "score": (300, 290, 4, 2, 128, 128, {"score": True}),
     "score_causal_d64": (400, 301, 3, 1, 64, 64, {"score": True, "causal": True}),
+    "score_packed": ([100, 0, 70, 200], [130, 20, 0, 300], 4, 1, 64, 64, {"score": True, "causal": True}),
     "score_few_queries": (5, 400, 8, 2, 128, 128, {"score": True, "dropout_p": 0.2, "softcap": 3.0}),
     "score_mask_steep_d256": (
         200,
@@ -231,7 +232,7 @@ def check(name: str) -> float:
     if options.pop("distances", False):
         score_mod, extras["bias"] = emulator.draw_distances(lengths_q, lengths_k, heads)
     if options.pop("score", False):
-        score_mod = emulator.draw_score(lengths_q, lengths_k, heads)
+        score_mod = emulator.draw_score(*(max(n) if is_packed else n for n in (lengths_q, lengths_k)), heads)
     problem, inputs = emulator.as_kernels_see(inputs, Options(**options), score_mod, host.pairs_of_distances)
     out, lse, residual = plan.forward(problem, inputs, residual=True)
     watched_error = check_watched(problem, inputs, (out, lse, residual)) if name in WATCHED else 0.0

@@ -117,6 +117,18 @@ def test_any_score_function(dim: int, lengths: tuple[int, int]):
             assert (out - exact).norm() < 5e-3 * exact.norm()
 
 
+@pytest.mark.parametrize("dim", [64, 128])
+def test_any_score_function_of_packed_sequences(dim: int):
+    """Positions count from the start of a sequence, whose number is b."""
+    starts = torch.tensor([0, 100, 100, 371, 500], device="cuda", dtype=torch.int32)
+    q, k, v = (draw(250, heads, dim).view(500, heads, dim) for heads in (4, 2, 2))
+    rows = torch.randn(4, 300, device="cuda")
+    call = {"cu_seqlens_q": starts, "cu_seqlens_k": starts, "causal": True, "backend": "hopper"}
+    gate = {"score_mod": lambda s, b, h, i, j: s * (1 + rows[b, i] * rows[h, j])}
+    check_attention(q, k, v, holds_mean=False, **call, **gate)
+    check_attention(q, k, v, holds_mean=False, **call, **gate, softcap=5.0, dropout_p=0.2)
+
+
 def test_an_index_that_is_wrong_is_reported():
     """Of a visible score; the others, and other rows, are right."""
     q = draw(200, 4, 64)

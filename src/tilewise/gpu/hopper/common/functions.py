@@ -32,11 +32,15 @@ def unserved_functions(problem: AttentionProblem) -> str | None:
     """None if a problem has no functions, or those that the kernels take, else why not."""
     if problem.functions is None:
         return None
-    if problem.is_packed or problem.is_cached or problem.is_paged:
-        return "takes functions in dense calls only"
-    problem = with_bias_of_distances(problem)
-    if problem.functions is None or decode(problem.functions).mask is None:
+    if problem.is_cached or problem.is_paged:
+        return "takes no functions with a cache"
+    served = with_bias_of_distances(problem)
+    has_mask = served.functions is not None and decode(served.functions).mask is not None
+    if problem.is_packed and (has_mask or served.bias_of_distances):
+        return "takes mask functions and score functions of the distance in dense calls only"
+    if not has_mask:
         return None
+    problem = served
     if problem.mask_shape is not None:
         return "takes a mask or a mask function, not both"
     bits = math.prod(_shape(problem))
