@@ -551,7 +551,7 @@ def list_queries(
 
 
 def copy_bias(bias: torch.Tensor, padded: torch.Tensor, *rest: int) -> None:
-    """What `bias_copy.copy_bias_kernel` writes."""
+    """What `biases.copy_bias_kernel` writes."""
     *_, least, most, size = rest
     for row, column in itertools.product(range(0, bias.shape[2], size), range(0, padded.shape[3], size)):
         if least < column - row + size and column - row - size < most:

@@ -86,12 +86,13 @@ def measured(problem: AttentionProblem, inputs: Inputs) -> Measure:
     from triton.runtime.errors import OutOfResources, PTXASError
 
     from tilewise.gpu.triton import launch
+    from tilewise.gpu.triton.bias.launch import shared_dbias, unshared_dbias
 
     out, lse = launch.forward(problem, inputs)
     grads = (torch.empty_like(out) for _ in range(3))
     statistics_of_rows = launch.new_statistics(problem, lse)
     results = launch.Results(out, lse, None, torch.randn_like(out), None, *statistics_of_rows, *grads)
-    results = results._replace(dbias=launch._unshared_dbias(problem, inputs))
+    results = results._replace(dbias=unshared_dbias(problem, inputs))
     launch.run(launch._prepare_launch, problem, (*inputs, *results))
     without = {"dk": results._replace(dv=None), "dv": results._replace(dk=None)}
 
@@ -99,7 +100,7 @@ def measured(problem: AttentionProblem, inputs: Inputs) -> Measure:
         if kernel == "forward":
             launch.forward(problem, inputs, tile)
         elif kernel == "dbias":
-            launch._shared_dbias(problem, inputs, results, tile)
+            shared_dbias(problem, inputs, results, tile)
         else:
             build = launch._dq_launch if kernel == "dq" else launch._dkdv_launch
             launch.run(build, problem, (*inputs, *without.get(kernel, results)), tile)

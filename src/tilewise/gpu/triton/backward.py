@@ -5,7 +5,7 @@ those of captured tensors: see `gpu/functions/sums`.
     p  = exp(s - lse - residual),  dp = dO v^T,  ds = p * (dp - delta)
     dv += p^T dO,  dk += ds^T q                             attn_bwd_dkdv_kernel: a key tile, over queries
     dq += ds k                                              attn_bwd_dq_kernel: a query tile, over keys
-    dbias = ds where nothing shares the bias, else          see `backward_bias`
+    dbias = ds where nothing shares the bias, else          see `bias.kernel`
 
 The tiles of the second kernel are transposed, so that p^T and ds^T are left operands, held in registers.
 

@@ -6,7 +6,6 @@ that are already compiled.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -28,7 +27,8 @@ from tilewise.gpu.launch.launch_plan import (
     run_steps,
 )
 from tilewise.gpu.triton import launch_decode
-from tilewise.gpu.triton.arguments import STAT_ROWS, BiasSizes, ScoreTensor
+from tilewise.gpu.triton.arguments import STAT_ROWS, ScoreTensor
+from tilewise.gpu.triton.bias.launch import shared_dbias, unshared_dbias
 from tilewise.gpu.triton.call import (
     GIVEN,
     Call,
@@ -41,10 +41,6 @@ from tilewise.gpu.triton.call import (
 )
 from tilewise.gpu.triton.functions.visits import visits
 from tilewise.gpu.triton.tuning_table import KernelTile
-
-# dbias: partial sums are worth this much memory for parallelism; programs enough to fill a large GPU.
-PARTIAL_BIAS_BYTES = 64 << 20
-ENOUGH_PROGRAMS = 1024
 
 SHORT_QUERY = 16
 
@@ -141,12 +137,12 @@ def backward(
     dk, dv = (fresh(t.shape, dtype=t.dtype, device=t.device) for t in (key, value))
     dq = query.new_empty(query.shape)
     given = _readable(out, lse, residual, dout, dlse)
-    dbias, dcaptured = _unshared_dbias(problem, inputs), _new_dcaptured(problem, inputs)
+    dbias, dcaptured = unshared_dbias(problem, inputs), _new_dcaptured(problem, inputs)
     results = Results(*given, *new_statistics(problem, lse), dq, dk, dv, dbias, dcaptured)
     steps = _steps(problem, inputs, results, tiles, functions, given_inputs)
     run_steps(problem, steps)
     if problem.bias_needs_grad and dbias is None:
-        dbias = _shared_dbias(problem, inputs, results, tiles.get("dbias"), functions)
+        dbias = shared_dbias(problem, inputs, results, tiles.get("dbias"), functions)
     dsinks = results.dsinks
     if dsinks is not None:
         dsinks = dsinks.sum(-1 if problem.is_packed else (0, 2)).to(inputs.sinks.dtype)  # type: ignore[union-attr]
@@ -175,7 +171,7 @@ def bias_gradient(
     given = _readable(out, lse, residual, dout, dlse)
     results = Results(*given, *new_statistics(problem, lse))
     run_steps(problem, [_step((*inputs, *given), _prepare_launch, results, functions)])
-    dbias = _shared_dbias(problem, inputs, results, None, functions, is_early=False)
+    dbias = shared_dbias(problem, inputs, results, None, functions, is_early=False)
     if problem.bias_of_distances:
         return BiasGradient(None, distances.gradient(*call, dbias))
     return BiasGradient(dbias, None)
@@ -329,121 +325,9 @@ def _dq_launch(
     return call.launch(attn_bwd_dq_kernel, tile, num_tiles * call.bh_q, arguments, is_early=True)
 
 
-def _unshared_dbias(problem: AttentionProblem, inputs: Inputs) -> Tensor | None:
-    """Zeros for the kernel of dq to write to, where each entry of the bias serves one pair; else None."""
-    full = (problem.batch, problem.num_heads, problem.seqlen_q, problem.seqlen_k)
-    is_shared = problem.is_packed or problem.bias_of_distances or problem.bias_shape != full
-    if is_shared or not problem.bias_needs_grad:
-        return None
-    bias, sees = inputs.bias, problem.visibility()
-    assert bias is not None
-    is_visited = not problem.is_cached and (sees.left, sees.right, problem.functions) == (None, None, None)
-    return (torch.empty if is_visited else torch.zeros)(bias.shape, dtype=bias.dtype, device=bias.device)
-
-
 def _new_dcaptured(problem: AttentionProblem, inputs: Inputs) -> Tensor | None:
     """Zeros for the kernel of dq to add the gradients of captured tensors to, if one of them wants it."""
     floats = inputs.captured_floats
     if floats is None or problem.functions is None or not decode(problem.functions).wants_grad:
         return None
     return torch.zeros_like(floats)
-
-
-def _shared_dbias(
-    problem: AttentionProblem,
-    inputs: Inputs,
-    results: Results,
-    tile: KernelTile | None,
-    functions: KernelFunctions | None = None,
-    is_early: bool = True,
-) -> Tensor:
-    """Gradient of the bias in its own shape and dtype: float32 sums, over splits in a fixed order.
-
-    Of a bias of distances that of its numbers, in the shape of `core.functions.distances.numbers`.
-    is_early: between the kernel of row statistics and this one stands another, which has waited.
-    """
-    bias = inputs.bias
-    assert bias is not None
-    tile = tile or table_tile("dbias", problem, bias.device)
-    assert tile is not None
-    assert problem.bias_shape is not None
-    splits, sizes = _bias_sizes(problem, problem.bias_shape, tile)
-    dtype = bias.dtype if splits == 1 else torch.float32  # one split is the result, rounded as it is stored
-    batch, *shape = problem.bias_shape
-    if problem.bias_of_distances:
-        shape = [shape[0], sizes.tiles_m, tile.block_m + tile.block_n]
-    partial = torch.empty((splits * batch, *shape), dtype=dtype, device=bias.device)
-    given = (*inputs, *results[:GIVEN])
-    choices = (tile, sizes, functions, is_early)
-    run_steps(problem, [_step(given, _dbias_launch, results._replace(dbias=partial), *choices)])
-    total = partial if splits == 1 else partial.view(splits, batch, *shape).sum(0).to(bias.dtype)
-    return _summed_by_distance(problem, total, tile.block_m) if problem.bias_of_distances else total
-
-
-def _summed_by_distance(problem: AttentionProblem, diagonals: Tensor, block: int) -> Tensor:
-    """Sums by distance, of those of diagonals of tiles (…, diagonals, distances of a tile): they overlap.
-
-    The next diagonal begins `block` distances after the one before.
-    """
-    *lead, count, width = diagonals.shape
-    blocks = diagonals.view(*lead, count, width // block, block)
-    total = diagonals.new_zeros(*lead, count + width // block - 1, block)
-    for n in range(width // block):
-        total[..., n : n + count, :] += blocks[..., n, :]
-    first = -(-problem.seqlen_q // block) * block - problem.seqlen_q  # of the rows that fill up a tile
-    return total.flatten(-2)[..., first : first + problem.seqlen_q + problem.seqlen_k - 1]
-
-
-@functools.lru_cache(maxsize=4096)
-def _bias_sizes(problem: AttentionProblem, shape: tuple[int, ...], tile: KernelTile) -> tuple[int, BiasSizes]:
-    """(splits, sizes): how the sums of a broadcast bias's gradient are split over programs."""
-    batch, heads, rows, cols = shape
-    tiles_m, tiles_n = -(-rows // tile.block_m), -(-cols // tile.block_n)
-    loop_batch = problem.batch if batch == 1 else 1
-    loop_heads = problem.num_heads if heads == 1 else 1
-    loop_rows = -(-problem.seqlen_q // tile.block_m) if rows == 1 else 1
-    loop_cols = -(-problem.seqlen_k // tile.block_n) if cols == 1 else 1
-    programs, numbers = ENOUGH_PROGRAMS, rows * cols
-    if problem.bias_of_distances:  # a program has a diagonal of tiles, some of which are short
-        assert tile.block_n % tile.block_m == 0
-        loop_rows, loop_cols = 1, tiles_n
-        tiles_m, tiles_n = tiles_m + (tiles_n - 1) * (tile.block_n // tile.block_m), 1
-        programs, numbers = 8 * ENOUGH_PROGRAMS, tiles_m * (tile.block_m + tile.block_n)
-    iterations = loop_batch * loop_heads * loop_rows * loop_cols
-    one_split = batch * heads * tiles_m * tiles_n
-    affordable = PARTIAL_BIAS_BYTES // max(1, 4 * batch * heads * numbers)
-    splits = max(1, min(iterations, affordable, programs // max(1, one_split)))
-    per_split = max(1, -(-iterations // splits))
-    splits = max(1, -(-iterations // per_split))
-    loops = (loop_batch, loop_heads, loop_rows, loop_cols)
-    return splits, BiasSizes(batch, heads, rows, cols, *loops, tiles_m, tiles_n, per_split)
-
-
-def _dbias_launch(
-    problem: AttentionProblem,
-    tensors: Tensors,
-    tile: KernelTile,
-    sizes: BiasSizes,
-    functions: KernelFunctions | None,
-    is_early: bool,
-) -> Launch:
-    from tilewise.gpu.triton.backward_bias import attn_bwd_dbias_kernel
-
-    call = Call(problem, tensors, functions)
-    r = call.results
-    assert r.dbias is not None
-    programs = r.dbias.shape[0] * sizes.bias_heads * sizes.tiles_m * sizes.tiles_n
-    arguments = (
-        *map(call.rows, (*call.inputs[:3], r.dout)),
-        *call.descriptors((call.inputs.query, r.dout), tile.block_m, tile.has_tma, tile.is_left_shared),
-        *call.descriptors(call.inputs[1:3], tile.block_n, tile.has_tma),
-        *(r.shift, r.low, r.delta, ScoreTensor(r.dbias, *r.dbias.stride())),
-        call.ragged(),
-        *call.extras(),
-        call.factors(),
-        *call.sizes(0, 0, 0),
-        *sizes,
-        *(n == 1 and not problem.bias_of_distances for n in (sizes.bias_rows, sizes.bias_cols)),
-        problem.bias_of_distances,
-    )
-    return call.launch(attn_bwd_dbias_kernel, tile, programs, arguments, is_early=is_early)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -295,9 +294,9 @@ def main_launch(
     arguments = (
         *(host.descriptor(t, tile, is_packed) for t, tile in ((query, rows), (key, keys), (value, keys))),
         host.descriptor(dout, rows, is_packed),
-        flat_descriptor(dq, (DQ_TILE // 128, 128)),
+        host.flat_descriptor(dq, (DQ_TILE // 128, 128)),
         *(host.descriptor(t, keys, is_packed) for t in (dk, dv)),
-        flat_descriptor(stats, (1, 2 * cfg.BLOCK_M)),
+        host.flat_descriptor(stats, (1, 2 * cfg.BLOCK_M)),
         *(shifts, semaphores, cu_q, cu_k, *others),
         *sizes,
         *score_factors(problem),
@@ -381,15 +380,6 @@ def score_factors(problem: AttentionProblem) -> ScoreFactors:
     scale, softcap = problem.scale, problem.softcap
     two_over_softcap = 2 * host.LOG2_E * scale / softcap if softcap > 0 else 0.0
     return ScoreFactors(gradient_scale(problem), scale * host.LOG2_E, two_over_softcap, softcap * host.LOG2_E)
-
-
-def flat_descriptor(t: Tensor | None, box: tuple[int, int]) -> Any:
-    """TMA descriptor of a contiguous float32 matrix, copied as it lies in memory."""
-    from tilewise.gpu.hopper.common.compat import TensorDescriptor, gl
-
-    assert t is not None
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
-    return TensorDescriptor(t, list(t.shape), [t.shape[1], 1], list(box), layout)
 
 
 def sinks_gradient(

@@ -11,7 +11,6 @@ from torch import Tensor
 from tilewise.core.problem import AttentionProblem, Gradients, Inputs
 from tilewise.gpu.hopper.backward.arguments import WideBackwardConfig
 from tilewise.gpu.hopper.backward.launch import (
-    flat_descriptor,
     has_large_lse,
     kernel_sizes,
     prepare_launch,
@@ -130,7 +129,7 @@ def keys_launch(problem: AttentionProblem, tensors: Tensors, cfg: WideBackwardCo
             host.descriptor(t, (64, 1, width), is_packed)
             for t, width in zip((dk, dv), cfg.STORE_WIDTHS, strict=True)
         ),
-        flat_descriptor(stats, (1, cfg.STATS * cfg.BLOCK_M)),
+        host.flat_descriptor(stats, (1, cfg.STATS * cfg.BLOCK_M)),
         *(cu_q, cu_k, *others),
         *sizes,
         *score_factors(problem),

@@ -1,4 +1,10 @@
-"""What becomes of scores in the registers of a warpgroup: ALiBi and biases, in units of log2; functions."""
+"""What becomes of scores in the registers of a warpgroup: ALiBi and biases, in units of log2; functions.
+
+A bias that kernels can't read where it lies is copied first, by `copy_bias_kernel`.
+"""
+
+import triton
+import triton.language as tl
 
 from tilewise.gpu.functions.operations import poisoned
 from tilewise.gpu.hopper.common.arguments import Place
@@ -104,3 +110,37 @@ def poisoned_scores(s, row, column, batch, head, work, extras, cfg: gl.constexpr
     rows = (row + gl.arange(0, 64, gl.SliceLayout(1, s.type.layout)))[:, None]
     _, _, wrong = scored(s, row, column, False, batch, head, work, extras, cfg)
     return poisoned(s, wrong, rows, work, extras.captured)
+
+
+COPY_INTEGERS = ("heads", "rows", "columns", "eights", "least", "most")
+
+
+@triton.jit(do_not_specialize=COPY_INTEGERS)
+def copy_bias_kernel(
+    source, target, stride_batch, stride_head, stride_row, stride_column,
+    heads, rows, columns, eights, least, most, TILE: tl.constexpr,
+):  # fmt: skip
+    """target (batch, heads, rows, 8 * eights) = source, and 0 behind its columns: rows that kernels can read.
+
+    Either rows or columns of source may lie side by side in memory. Tiles without an entry whose
+    column - row is from `least` to `most` are left as they are: the backward looks at no score there.
+    Plain Triton, bound by memory. Grid: (tiles of columns * tiles of rows * heads * batch,).
+    """
+    padded = 8 * eights  # so that the compiler knows how rows are aligned
+    row_tiles, column_tiles = tl.cdiv(rows, TILE), tl.cdiv(padded, TILE)
+    number = tl.program_id(0)
+    first_column = number % column_tiles * TILE
+    first_row = number // column_tiles % row_tiles * TILE
+    bh = number // (column_tiles * row_tiles)
+    ahead = first_column - first_row
+    if (ahead + TILE > least) & (ahead - TILE < most):
+        row = (first_row + tl.arange(0, TILE))[:, None]
+        column = (first_column + tl.arange(0, TILE))[None, :]
+        source += (bh // heads).to(tl.int64) * stride_batch + (bh % heads).to(tl.int64) * stride_head
+        target += bh.to(tl.int64) * rows * padded
+        offsets = row.to(tl.int64) * stride_row + column.to(tl.int64) * stride_column
+        if (first_row + TILE <= rows) & (first_column + TILE <= columns):  # in vectors
+            x = tl.load(source + offsets)
+        else:
+            x = tl.load(source + offsets, mask=(row < rows) & (column < columns), other=0.0)
+        tl.store(target + row.to(tl.int64) * padded + column, x, mask=(row < rows) & (column < padded))

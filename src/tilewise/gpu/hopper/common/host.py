@@ -135,7 +135,7 @@ def _visible_queries(problem: AttentionProblem) -> tuple[int, int]:
 
 
 def _copy_launch(edges: tuple[int, int], tensors: Tensors) -> Launch:
-    from tilewise.gpu.hopper.common.bias_copy import copy_bias_kernel
+    from tilewise.gpu.hopper.common.biases import copy_bias_kernel
 
     bias, padded = tensors
     assert bias is not None and padded is not None
@@ -282,6 +282,15 @@ def descriptor(t: Tensor | None, box: tuple[int, int, int], is_bounded: bool) ->
 
 
 @functools.cache
+def flat_descriptor(t: Tensor | None, box: tuple[int, int]) -> Any:
+    """TMA descriptor of a contiguous float32 matrix, copied as it lies in memory."""
+    from tilewise.gpu.hopper.common.compat import TensorDescriptor, gl
+
+    assert t is not None
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
+    return TensorDescriptor(t, list(t.shape), [t.shape[1], 1], list(box), layout)
+
+
 def shared_layout(block_shape: tuple[int, ...], dtype: torch.dtype) -> Any:
     """Layout of a TMA box in shared memory, swizzled."""
     from tilewise.gpu.hopper.common.compat import gl
