@@ -156,6 +156,9 @@ CASES = {
         128,
         {"score": True, "mask": "blocks", "softcap": 3.0, "dropout_p": 0.3},
     ),
+    "asked": (300, 450, 4, 2, 128, 128, {"asked": True}),
+    "asked_causal_d64": (400, 401, 3, 1, 64, 64, {"asked": True, "causal": True}),
+    "asked_score": (300, 290, 2, 1, 128, 128, {"asked": True, "score": True, "dropout_p": 0.3}),
     "distances_mask": (100, 330, 2, 2, 128, 128, {"distances": True, "mask": "blocks", "softcap": 3.0}),
     "mask_bias": (300, 300, 4, 2, 128, 128, {"bias": "full", "mask": "blocks", "window_right": 30}),
     "mask_dropout": (300, 300, 4, 2, 64, 64, {"dropout_p": 0.2, "mask": "blocks", "causal": True}),
@@ -201,13 +204,16 @@ def check(name: str) -> float:
         seed = torch.tensor(2**62 + 4321)
         is_part = "dropout_step" in options
         packing["dropout_seed"] = with_origin(seed, 48, 1 << 20, 13, 9) if is_part else seed
-    inputs, score_mod = Inputs(q, k, v, **packing), None
+    inputs, mask_mod, score_mod = Inputs(q, k, v, **packing), None, None
     if options.pop("distances", False):
         score_mod, packing["bias"] = emulator.draw_distances(lengths_q, lengths_k, heads)
     if options.pop("score", False):
         score_mod = emulator.draw_score(*(max(n) if is_packed else n for n in (lengths_q, lengths_k)), heads)
+    functions.MOST_BITS = 1 << 29
+    if options.pop("asked", False):  # instead of bits
+        mask_mod, functions.MOST_BITS = emulator.draw_documents(lengths_q, lengths_k), 0
     problem, inputs = emulator.as_kernels_see(
-        inputs, Options(**options), score_mod, host.transposed_pairs_of_distances
+        inputs, Options(**options), mask_mod, score_mod, host.transposed_pairs_of_distances
     )
     visibility = problem.visibility()
     window = (visibility.left, visibility.right)
@@ -216,6 +222,8 @@ def check(name: str) -> float:
         plain["scale"] = large
     if "score" in name:
         plain["score_mod"] = score_mod
+    if mask_mod is not None:
+        plain["mask_mod"] = mask_mod
     if "splits" in name:
         cfg = backward_launch.backward_config(problem)
         division = backward_launch.divide(problem, cfg, PROGRAMS)

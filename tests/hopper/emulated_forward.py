@@ -138,6 +138,9 @@ CASES: dict[str, tuple[Any, Any, int, int, int, int, dict[str, Any]]] = {
         256,
         {"score": True, "mask": "blocks", "scale": 9.0, "sinks": True},
     ),
+    "asked": (500, 650, 4, 2, 128, 128, {"asked": True}),
+    "asked_causal_d64": (400, 401, 3, 1, 64, 64, {"asked": True, "causal": True}),
+    "asked_score": (300, 290, 2, 1, 128, 128, {"asked": True, "score": True, "window_left": 200}),
     "mask_bias": (300, 500, 2, 2, 128, 128, {"mask": "blocks", "bias": "full", "window_left": 200}),
     "mask_dropout_window": (
         300,
@@ -228,12 +231,17 @@ def check(name: str) -> float:
         seed = torch.tensor(2**62 + 4321)
         is_part = "dropout_step" in options
         extras["dropout_seed"] = with_origin(seed, 48, 1 << 20, 13, 9) if is_part else seed
-    inputs, score_mod = Inputs(q, k, v, **extras), None
+    inputs, mask_mod, score_mod = Inputs(q, k, v, **extras), None, None
     if options.pop("distances", False):
         score_mod, extras["bias"] = emulator.draw_distances(lengths_q, lengths_k, heads)
     if options.pop("score", False):
         score_mod = emulator.draw_score(*(max(n) if is_packed else n for n in (lengths_q, lengths_k)), heads)
-    problem, inputs = emulator.as_kernels_see(inputs, Options(**options), score_mod, host.pairs_of_distances)
+    functions.MOST_BITS = 1 << 29
+    if options.pop("asked", False):  # instead of bits
+        mask_mod, functions.MOST_BITS = emulator.draw_documents(lengths_q, lengths_k), 0
+    problem, inputs = emulator.as_kernels_see(
+        inputs, Options(**options), mask_mod, score_mod, host.pairs_of_distances
+    )
     out, lse, residual = plan.forward(problem, inputs, residual=True)
     watched_error = check_watched(problem, inputs, (out, lse, residual)) if name in WATCHED else 0.0
     if "large" in name and "values" not in name:
@@ -247,6 +255,7 @@ def check(name: str) -> float:
         window=(visibility.left, visibility.right),
         softcap=problem.softcap,
         dropout_p=problem.dropout_p,
+        mask_mod=mask_mod,
         score_mod=score_mod if "score" in name else None,
         **extras,
     )

@@ -115,14 +115,26 @@ def plain(function: Any) -> Any:
     return types.FunctionType(code, names | {"tl": types.SimpleNamespace(**operations | own)})
 
 
-def as_kernels_see(inputs: Any, options: Any, score_mod: Any, arrange: Any) -> tuple[Any, Any]:
-    """The problem and inputs of a call with a score function of the distance, or None, as a bias."""
+def draw_documents(seqlen_q: int, seqlen_k: int) -> Any:
+    """A mask function that leaves empty, full and partial tiles, and some rows without a key; by head."""
+    documents = (torch.rand(max(seqlen_q, seqlen_k)) < 1 / 150).cumsum(0)
+
+    def mask_mod(b: Any, h: Any, i: Any, j: Any) -> Any:
+        return ((documents[i] == documents[j]) | (j < 64 * h)) & (i != 7)
+
+    return mask_mod
+
+
+def as_kernels_see(inputs: Any, options: Any, mask_mod: Any, score_mod: Any, arrange: Any) -> tuple[Any, Any]:
+    """The problem and inputs of a call with functions, or None; one of the distance is a bias."""
     from tilewise.core.functions.call import with_functions
     from tilewise.core.problem import describe
     from tilewise.gpu.functions.distances import as_bias
+    from tilewise.gpu.hopper.common.functions import as_served
 
-    inputs, options = with_functions(inputs, options, None, score_mod)
-    return as_bias(describe(inputs, options), inputs, arrange)
+    inputs, options = with_functions(inputs, options, mask_mod, score_mod)
+    problem, inputs = as_bias(describe(inputs, options), inputs, arrange)
+    return as_served(problem), inputs
 
 
 def draw_bias(kind: str, seqlen_q: int, seqlen_k: int, heads: int) -> torch.Tensor:

@@ -18,10 +18,14 @@ from tilewise import reference
 from tilewise.core import kept
 from tilewise.core.functions.call import with_functions
 from tilewise.core.problem import Inputs, Options, describe
+from tilewise.dispatch import plans
+from tilewise.gpu.hopper.backward import launch as backward_launch
+from tilewise.gpu.hopper.common import functions
 from tilewise.gpu.hopper.common.arguments import FLAG_BITS, MaskMap
 from tilewise.gpu.hopper.common.functions import source_of
+from tilewise.gpu.hopper.forward import launch as forward_launch
 from tilewise.gpu.hopper.mask import tile_map
-from tilewise.testing import compare
+from tilewise.testing import check_attention, compare
 
 pytest.importorskip("triton")
 
@@ -240,6 +244,36 @@ def test_mask_functions_are_the_masks_that_they_say(
             torch.testing.assert_close(ours[0], theirs[0], rtol=1e-2, atol=1e-2)  # summed in any order
         of_query.copy_(of_query.roll(1))
         prefix += 5
+
+
+@needs_hopper
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (192, 128)], ids=str)
+def test_mask_functions_that_kernels_ask(dims: tuple[int, int], monkeypatch: pytest.MonkeyPatch):
+    """As those of long sequences, whose bits would be too many."""
+    caches = (forward_launch.forward_config, backward_launch.backward_config, plans)
+    monkeypatch.setattr(functions, "MOST_BITS", 0)
+    documents = (torch.rand(800, device="cuda") < 1 / 150).cumsum(0)
+
+    def mask_mod(b, h, i, j):
+        return ((documents[i] == documents[j]) | (j < 64 * h)) & (i != 7)
+
+    for cache in caches:
+        cache.clear() if cache is plans else cache.cache_clear()
+    for lengths in ((300, 300), (65, 577), (640, 129), (800, 700)):
+        q = torch.randn(2, lengths[0], 4, dims[0], device="cuda").bfloat16()
+        k, v = (torch.randn(2, lengths[1], 2, d, device="cuda").bfloat16() for d in dims)
+        more = {"score_mod": lambda s, b, h, i, j: s * (1 + 0.01 * j)}
+        for options in ({}, {"causal": True}, {"window": (300, 20), "softcap": 8.0}, more):
+            given = {"mask_mod": mask_mod, **options}
+            assert tilewise.explain(q, k, v, **given).backend == "hopper"
+            if dims[0] <= 128:
+                check_attention(q, k, v, backend="hopper", holds_mean=False, **given)
+            else:
+                exact = reference.attention(q, k, v, **given)[0]
+                out = tilewise.attention(q, k, v, backend="hopper", **given)
+                assert (out - exact).norm() < 5e-3 * exact.norm()
+    for cache in caches:
+        cache.clear() if cache is plans else cache.cache_clear()
 
 
 @needs_hopper

@@ -217,7 +217,9 @@ def mma_role(
             state = to_next_queries(await_slot(state, slot, ch), cfg)
             if cfg.HAS_MASK:
                 head, tile = head_and_tile(entry, work, sizes)
-                words = load_step_bits(W, entry, head, tile, work, mask, sizes, cfg)
+                words = 0 * tile
+                if cfg.MASK is None:
+                    words = load_step_bits(W, entry, head, tile, work, mask, sizes, cfg)
                 at = Step(shifts, head, tile, spread, tiles, entry >> W & 1, words)
                 entry = step_entry(step + 1, walk, mask)  # there when the next step begins
             else:

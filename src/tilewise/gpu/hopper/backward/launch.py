@@ -23,7 +23,7 @@ from tilewise.gpu.hopper.backward.arguments import (
 )
 from tilewise.gpu.hopper.common import host
 from tilewise.gpu.hopper.common.arguments import TransposedMap
-from tilewise.gpu.hopper.common.functions import score_helpers, source_of
+from tilewise.gpu.hopper.common.functions import compiled_functions, source_of
 from tilewise.gpu.hopper.mask.tile_map import transposed_map
 from tilewise.gpu.launch.launch_plan import Launch, Step, Tensors, run_steps
 
@@ -104,7 +104,7 @@ def backward_config(problem: AttentionProblem) -> BackwardConfig:
     """The tiles of a problem. Measurements are in docs/kernels-hopper.md."""
     visibility = problem.visibility()
     block_d = 64 if max(problem.head_dim, problem.head_dim_v) <= 64 else 128
-    function = score_helpers(problem)
+    function = compiled_functions(problem)
     return BackwardConfig(
         BLOCK_M=128 if block_d == 64 else 64,
         BLOCK_N=128,
@@ -123,6 +123,7 @@ def backward_config(problem: AttentionProblem) -> BackwardConfig:
         HAS_BIAS=problem.bias_shape is not None,
         BIAS_OF_ROWS=problem.bias_shape is not None and problem.bias_shape[2] == 1,
         BIAS_OF_DISTANCES=problem.bias_of_distances,
+        MASK=function.mask,
         SCORE=function.score,
         HAS_SLOPE=function.has_slope,
         HAS_LARGE_LSE=has_large_lse(problem),

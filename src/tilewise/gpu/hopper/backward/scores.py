@@ -1,7 +1,7 @@
 """From products to weights and their gradients, in the registers of a warpgroup."""
 
 from tilewise.gpu.hopper.backward.ranges import load_shift, mask_transposed, staggered
-from tilewise.gpu.hopper.common.biases import penalty, scored, with_bias
+from tilewise.gpu.hopper.common.biases import hidden, penalty, scored, with_bias
 from tilewise.gpu.hopper.common.compat import gl, gluon
 from tilewise.gpu.hopper.common.dropout import marked
 from tilewise.gpu.hopper.common.softmax import LOG2_E, exp2, tanh_of_scores
@@ -80,7 +80,11 @@ def weights(
         x = mask_transposed(x, tile, key, work, sizes, cfg)
     if cfg.HAS_MASK:  # noqa: SIM102 - `at` may be None
         if at.has_hidden != 0:
-            x = hide_by_bits(x, at.words)
+            if cfg.MASK is not None:
+                query = staggered(at.number, at.tiles, at.spread, cfg) * cfg.BLOCK_M
+                x = hidden(x, key, query, True, work.batch, at.head, work, extras, cfg)
+            else:
+                x = hide_by_bits(x, at.words)
     p = exp2(x)
     if cfg.HAS_DROPOUT:
         p = marked(p, kept, True)

@@ -35,6 +35,7 @@ class ForwardConfig:
     HAS_SOFTCAP: bool
     HAS_SINKS: bool
     HAS_MASK: bool = False  # key tiles are visited by a `MaskMap`
+    MASK: Any = None  # a mask function that is asked where the map has no bits: see `gpu.functions.source`
     HAS_DROPOUT: bool = False
     HAS_ORIGIN: bool = False  # the call is a part of one by which dropout numbers heads, queries and keys
     HAS_ALIBI: bool = False

@@ -90,6 +90,19 @@ def with_bias(x, pairs, dtype: gl.constexpr, cfg: gl.constexpr):
 
 
 @gluon.jit
+def hidden(x, row, column, is_transposed: gl.constexpr, batch, head, work, extras, cfg: gl.constexpr):
+    """x [64, N] from (row, column) on, -inf where the mask function hides the key; rows as in `scored`."""
+    rows = (row + gl.arange(0, 64, gl.SliceLayout(1, x.type.layout)))[:, None]
+    columns = (column + gl.arange(0, x.shape[1], gl.SliceLayout(0, x.type.layout)))[None, :]
+    place = Place(batch, head, work.seqlen_q, work.seqlen_k)
+    if is_transposed:
+        visible, _ = cfg.MASK(columns, rows, place, extras.captured)
+    else:
+        visible, _ = cfg.MASK(rows, columns, place, extras.captured)
+    return gl.where(visible, x, float("-inf"))
+
+
+@gluon.jit
 def scored(x, row, column, is_transposed: gl.constexpr, batch, head, work, extras, cfg: gl.constexpr):
     """(what the score function makes of scaled scores x [64, N] from (row, column) on, its derivative, where
     an index is wrong). is_transposed: rows are keys.

@@ -1,9 +1,9 @@
 """Mask and score functions in the Hopper kernels.
 
 A tile map is made of a mask function as of a mask. Its bits are an eighth of a byte for each score that the
-function says something of, so it serves up to `MOST_BITS` of them; the Triton kernels, which ask the function
-itself, serve longer sequences. A score function that adds a number of each distance is a bias; any other is
-compiled into the attention kernels.
+function says something of. Where there were more than `MOST_BITS` of them, the map is that of intervals, and
+kernels ask the function itself in partial tiles. A score function that adds a number of each distance is a
+bias; any other is compiled into the attention kernels.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ from tilewise.gpu.functions.source import Helpers, KernelFunctions, helpers
 from tilewise.gpu.launch.launch_plan import Tensors
 
 MOST_BITS = 1 << 29  # 64 MiB: one mask of 23k x 23k tokens
+MOST_TILES = 1 << 24  # of a map, which has 8 bytes for each: one mask of 370k x 370k tokens
+SMALLEST_TILE = 128 * 64
 NO_HELPERS = Helpers(None, None, False, False, None)
 
 
@@ -43,9 +45,9 @@ def unserved_functions(problem: AttentionProblem) -> str | None:
     problem = served
     if problem.mask_shape is not None:
         return "takes a mask or a mask function, not both"
-    bits = math.prod(_shape(problem))
-    if bits > MOST_BITS:
-        return f"takes mask functions of up to {MOST_BITS} different scores, not {bits}"
+    scores = math.prod(_shape(problem))
+    if scores > MOST_TILES * SMALLEST_TILE:
+        return f"takes mask functions of up to {MOST_TILES * SMALLEST_TILE} different scores, not {scores}"
     return None
 
 
@@ -55,7 +57,10 @@ class MaskFunction(NamedTuple):
     kernel: KernelFunctions
     shape: tuple[int, int, int, int]  # 1 where it does not depend on the index
     lengths: tuple[int, int]
+    extent: tuple[int, int, int, int]  # of the call
+    buffers: Buffers
     captured: Tensors  # floats, integers, layout on the GPU
+    is_asked: bool  # by the kernels, as it has no bits
     device: torch.device
     numbers: tuple[Tensor, ...]  # of the captured ones, those that say what is hidden
     layout: tuple[int, ...]
@@ -70,7 +75,17 @@ def source_of(problem: AttentionProblem, inputs: Inputs) -> Tensor | MaskFunctio
     device, lengths = inputs.query.device, (problem.seqlen_q, problem.seqlen_k)
     hiding = hiding_numbers(functions, buffers)
     kernel = KernelFunctions(functions.plain_text, frozenset())
-    return MaskFunction(kernel, _shape(problem), lengths, captured_of(inputs), device, *hiding)
+    extent, is_asked = (problem.batch, problem.num_heads, *lengths), is_mask_asked(problem)
+    captured = captured_of(inputs)
+    return MaskFunction(
+        kernel, _shape(problem), lengths, extent, buffers, captured, is_asked, device, *hiding
+    )
+
+
+def is_mask_asked(problem: AttentionProblem) -> bool:
+    """Whether kernels ask a problem's mask function, which would have too many bits."""
+    has_mask = problem.functions is not None and decode(problem.functions).mask is not None
+    return has_mask and math.prod(_shape(problem)) > MOST_BITS
 
 
 def captured_of(inputs: Inputs) -> Tensors:
@@ -79,12 +94,12 @@ def captured_of(inputs: Inputs) -> Tensors:
     return inputs.captured_floats, inputs.captured_integers, layout
 
 
-def score_helpers(problem: AttentionProblem) -> Helpers:
-    """What is compiled into kernels of a problem's score function, if it has one."""
-    if not problem.has_score_function:
+def compiled_functions(problem: AttentionProblem) -> Helpers:
+    """What is compiled into kernels: a problem's score function, and its mask function if they ask that."""
+    if not (problem.has_score_function or is_mask_asked(problem)):
         return NO_HELPERS
     functions = decode(problem.functions or "")
-    text = functions.score_only.plain_text
+    text = (functions if is_mask_asked(problem) else functions.score_only).plain_text
     return helpers(KernelFunctions(text, _loads(text) if functions.is_guarded else frozenset()))
 
 

@@ -16,7 +16,7 @@ from tilewise.core.signature import stand_in
 from tilewise.core.torch_private import raw_stream
 from tilewise.gpu.functions.captured import Captured
 from tilewise.gpu.hopper.common.arguments import Extras
-from tilewise.gpu.hopper.common.functions import captured_of
+from tilewise.gpu.hopper.common.functions import captured_of, is_mask_asked
 from tilewise.gpu.launch.gpus import gpu_of
 from tilewise.gpu.launch.launch_plan import Launch, Tensors, run
 
@@ -80,7 +80,8 @@ def extras_of(
         seed = seed.to(inputs.query.device)
     if bias is not None and not problem.bias_of_distances:
         bias = _pairs(problem, bias, is_transposed)
-    captured = captured_of(inputs) if problem.has_score_function else (None,) * 3
+    is_read = problem.has_score_function or is_mask_asked(problem)
+    captured = captured_of(inputs) if is_read else (None,) * 3
     return seed, None if slopes is None else slopes.contiguous(), bias, *captured
 
 
@@ -281,7 +282,6 @@ def descriptor(t: Tensor | None, box: tuple[int, int, int], is_bounded: bool) ->
     return TensorDescriptor(t, shape, strides, block_shape, shared_layout(tuple(block_shape), t.dtype))
 
 
-@functools.cache
 def flat_descriptor(t: Tensor | None, box: tuple[int, int]) -> Any:
     """TMA descriptor of a contiguous float32 matrix, copied as it lies in memory."""
     from tilewise.gpu.hopper.common.compat import TensorDescriptor, gl
@@ -291,6 +291,7 @@ def flat_descriptor(t: Tensor | None, box: tuple[int, int]) -> Any:
     return TensorDescriptor(t, list(t.shape), [t.shape[1], 1], list(box), layout)
 
 
+@functools.cache
 def shared_layout(block_shape: tuple[int, ...], dtype: torch.dtype) -> Any:
     """Layout of a TMA box in shared memory, swizzled."""
     from tilewise.gpu.hopper.common.compat import gl

@@ -18,6 +18,7 @@ does one thing after the other. FlashAttention-3 (Shah et al., 2024), section 3.
 
 from tilewise.gpu.hopper.common.arguments import Cache, Extras, MaskMap, Packing, RowTargets, Sizes
 from tilewise.gpu.hopper.common.biases import (
+    hidden,
     load_bias,
     load_slope,
     penalty,
@@ -126,7 +127,10 @@ def softmax_step(
     is_steady = (left < tiles.num_steady) & (follows == 0)
     if cfg.HAS_MASK:
         if is_partial(W, entry):
-            s = hide_by_bits(s, words)
+            if cfg.MASK is not None:
+                s = hidden(s, row, j * cfg.BLOCK_N, False, work.batch, work.head, work, extras, cfg)
+            else:
+                s = hide_by_bits(s, words)
         hides = hides | is_partial(W, entry)
         is_steady = (has_seen != 0) & (follows == 0)
         has_seen = has_seen | is_seen_by_all(W, entry, j, tiles, cfg)

@@ -17,7 +17,7 @@ from tilewise.core.problem import AttentionProblem, Inputs
 from tilewise.core.signature import new_out
 from tilewise.gpu.hopper.common import host
 from tilewise.gpu.hopper.common.arguments import WARPGROUP_ROWS, ForwardConfig, MaskMap, Sizes
-from tilewise.gpu.hopper.common.functions import score_helpers, source_of
+from tilewise.gpu.hopper.common.functions import compiled_functions, source_of
 from tilewise.gpu.hopper.mask.tile_map import tile_map
 from tilewise.gpu.launch.launch_plan import Launch, Tensors, run
 
@@ -159,7 +159,7 @@ def forward_config(problem: AttentionProblem) -> ForwardConfig:
     width = 128 if -(-problem.head_dim // 64) % 2 == 0 else 64
     block_dv = max(64, 1 << (problem.head_dim_v - 1).bit_length())
     block_n, warpgroups, stages, q_slots, registers, ctas = _tile(problem, block_dv)
-    producer_registers, function = 24, score_helpers(problem)
+    producer_registers, function = 24, compiled_functions(problem)
     if 0 < (problem.page_size or 0) < block_n:  # copies of several pages side by side
         wide = (232, 40) if block_n == 128 else (224, 56)
         registers, producer_registers = wide if registers == 240 else (registers, 32)
@@ -192,6 +192,7 @@ def forward_config(problem: AttentionProblem) -> ForwardConfig:
         HAS_BIAS=problem.bias_shape is not None,
         BIAS_OF_ROWS=problem.bias_shape is not None and problem.bias_shape[3] == 1,
         BIAS_OF_DISTANCES=problem.bias_of_distances,
+        MASK=function.mask,
         SCORE=function.score,
         IS_GUARDED=function.is_guarded,
     )

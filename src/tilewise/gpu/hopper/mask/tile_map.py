@@ -9,7 +9,8 @@ tiles 0 to n it holds, as int32 in `tiles`,
                       bit WARPGROUPS + w    every row sees a key
 
 and in `bits` one word for each row and each of the four threads that share it, in the order in which they
-hold scores: bit 2e + c is column 8e + 2t + c of thread t. Causal masks and windows are no part of a map.
+hold scores: bit 2e + c is column 8e + 2t + c of thread t. Causal masks and windows are no part of a map. That
+of a function which kernels ask has no bits.
 
 A mask that many layers use is scanned once: see `core.kept`.
 """
@@ -23,12 +24,14 @@ import torch
 from torch import Tensor
 
 from tilewise.core.device_errors import error_flags
+from tilewise.core.functions.kernel_map import kernel_map
+from tilewise.core.functions.tile_map import EMPTY, FULL
 from tilewise.core.kept import kept
 from tilewise.core.problem import AttentionProblem
 from tilewise.gpu.functions.captured import Captured
 from tilewise.gpu.functions.source import KernelFunctions, helpers
 from tilewise.gpu.hopper.common import host
-from tilewise.gpu.hopper.common.arguments import WARPGROUP_ROWS, MaskMap, TransposedMap
+from tilewise.gpu.hopper.common.arguments import FLAG_BITS, WARPGROUP_ROWS, MaskMap, TransposedMap
 from tilewise.gpu.hopper.common.functions import MaskFunction
 from tilewise.gpu.launch.launch_plan import Launch, Tensors, run
 
@@ -62,7 +65,7 @@ class Scan(NamedTuple):
     """What a scan has written, a row of tiles after another."""
 
     states: Tensor
-    bits: Tensor
+    bits: Tensor | None
     batch: int
     rows: int
     strides: tuple[int, int, int]  # in rows, from a batch entry, head and tile of queries to the next
@@ -81,6 +84,8 @@ def _scanned(
         for dim, stride in enumerate(source.stride()):
             if stride == 0:  # expanded: all of it is one
                 source = source.narrow(dim, 0, 1)
+    elif source.is_asked:
+        return _by_intervals(source, is_transposed, warpgroups, block_n)
     batch, heads, *sides = source.shape
     mask_rows = sides[1 if is_transposed else 0]
     row_tiles = -(-mask_rows // (warpgroups * WARPGROUP_ROWS))
@@ -99,6 +104,24 @@ def _scanned(
     strides = (heads * row_tiles, row_tiles, 1)
     used = [0 if n == 1 else stride for n, stride in zip((batch, heads, mask_rows), strides, strict=True)]
     return Scan(states, bits, batch, rows, (used[0], used[1], used[2]))
+
+
+def _by_intervals(source: MaskFunction, is_transposed: bool, warpgroups: int, block_n: int) -> Scan:
+    """Of a function that has no bits: a tile is partial, for all warpgroups, if intervals can't tell."""
+    tile = (warpgroups * WARPGROUP_ROWS, block_n)
+    blocks = tile[::-1] if is_transposed else tile
+    found = kernel_map(source.kernel.functions, source.buffers, source.extent, *blocks, source.device)
+    kinds = found.kinds
+    for dim, (block, large) in enumerate(zip(blocks, (found.block_q, found.block_k), strict=True), 2):
+        tiles = -(-source.lengths[dim - 2] // block)
+        kinds = kinds.repeat_interleave(large // block, dim).narrow(dim, 0, tiles) if large > block else kinds
+    kinds = (kinds.mT if is_transposed else kinds).to(torch.int32)
+    hidden = (1 << warpgroups) - 1
+    seen = hidden << warpgroups
+    states = (kinds != EMPTY) * (hidden + (1 << FLAG_BITS)) + (kinds == FULL) * (seen - hidden)
+    batch, heads, rows, _ = kinds.shape
+    strides = (heads * rows if batch > 1 else 0, rows if heads > 1 else 0, 1)
+    return Scan(states.to(torch.int32).flatten(), None, batch, batch * heads * rows, strides)
 
 
 def _map_of(

@@ -83,9 +83,9 @@ def is_seen_by_all(W: gl.constexpr, entry, j, tiles, cfg: gl.constexpr):
 
 @gluon.jit
 def load_bits(W: gl.constexpr, entry, visits, mask, cfg: gl.constexpr):
-    """[64, 4] words of warpgroup W's rows in a tile; those of a full one, all 1, are not read."""
+    """[64, 4] words of warpgroup W's rows in a tile, if there are any; of a full one, all 1, none is read."""
     words = 0
-    if cfg.HAS_MASK:
+    if cfg.HAS_MASK and cfg.MASK is None:
         rows = gl.arange(0, 64, gl.SliceLayout(1, partial_layout()))[:, None]
         threads = gl.arange(0, 4, gl.SliceLayout(0, partial_layout()))[None, :]
         first = ((visits.row + (entry >> SHIFT)) * cfg.WARPGROUPS + W) * 256
