@@ -19,12 +19,11 @@ from tilewise.cache.contiguous import (
     mark_static,
 )
 from tilewise.cache.pages import PADDING, PagedBatch, PageTable, integers
+from tilewise.cache.quantized_pages import QUANTIZED, dequantized, write_quantized
 from tilewise.core.checks import DTYPES, shown
 from tilewise.core.device_errors import raise_errors
 
 PAGE_SIZES = (16, 64, 128, 256)
-QUANTIZED = torch.float8_e4m3fn
-LARGEST = 448.0  # of float8_e4m3fn
 
 
 class PagedKVCache:
@@ -303,7 +302,7 @@ class PagedKVCache:
             if scale is None:
                 storage.view(-1, *storage.shape[2:])[slots] = new
             else:
-                _write_quantized(storage, scale, new, slots, batch)
+                write_quantized(storage, scale, new, slots, batch)
 
     def check_new(self, key: Tensor, value: Tensor | None, batch: PagedBatch | None = None) -> None:
         """Raise ValueError or TypeError unless key and value are new tokens of the batch for this cache."""
@@ -382,33 +381,8 @@ def _token_counts(name: str, new: Tensor | Sequence[Tensor]) -> list[int]:
     return [len(t) for t in new]
 
 
-def dequantized(pages: Tensor, scale: Tensor) -> Tensor:
-    """(..., page_size, heads, dim) in float32 from 8 bits and scales (..., heads)."""
-    return pages.to(scale.dtype) * scale[..., None, :, None]
-
-
 def _real_rows(batch: PagedBatch) -> Tensor:
     """Which new tokens belong to a sequence, as indices."""
     is_real = torch.tensor([s != PADDING for s in batch.sequences], device="cpu")
     counts = torch.tensor(batch.new_tokens, device="cpu")
     return torch.repeat_interleave(is_real, counts).nonzero().flatten()
-
-
-def _write_quantized(storage: Tensor, scale: Tensor, new: Tensor, slots: Tensor, batch: PagedBatch) -> None:
-    """Quantize each written page anew with the smallest power of two that holds all its tokens.
-
-    Tokens held before keep their bits unless the scale grows. Infinity, which e4m3 does not have, is NaN.
-    """
-    pages, page_size = batch.written.long(), storage.shape[1]
-    content = dequantized(storage[pages], scale[pages])  # (written pages, page_size, heads, dim)
-    row = torch.arange(page_size, device=storage.device)
-    content = torch.where((row < batch.kept[:, None])[..., None, None], content, 0.0)
-    place = torch.empty(len(storage), dtype=torch.int64, device=storage.device)
-    place[pages] = torch.arange(len(pages), device=storage.device)
-    content[place[slots // page_size], slots % page_size] = new.to(content.dtype)
-    content.masked_fill_(content.isinf(), torch.nan)
-    mantissa, exponent = torch.frexp(content.abs().nan_to_num(0.0).amax((1, 3)) / LARGEST)
-    exponent = (exponent - (mantissa == 0.5).int()).clamp(min=-120)
-    power = torch.where(mantissa == 0, 1.0, torch.ldexp(torch.ones_like(mantissa), exponent))
-    storage[pages] = (content / power[:, None, :, None]).to(storage.dtype)
-    scale[pages] = power

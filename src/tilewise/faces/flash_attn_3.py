@@ -90,13 +90,7 @@ def flash_attn_qkvpacked_func(
     """
     check_known(flash_attn_qkvpacked_func, unknown)
     if isinstance(qkv, Tensor) and qkv.ndim == 4:
-        num_kv_heads = 0 if num_heads_q is None else (qkv.shape[2] - num_heads_q) // 2
-        if num_heads_q is None or num_kv_heads < 1 or num_heads_q + 2 * num_kv_heads != qkv.shape[2]:
-            raise ValueError(
-                f"num_heads_q={num_heads_q} must leave an even number of qkv.shape[2]={qkv.shape[2]} heads, "
-                "half for keys and half for values"
-            )
-        q, k, v = qkv.split((num_heads_q, num_kv_heads, num_kv_heads), dim=2)
+        q, k, v = flash_attn_call.split_heads(qkv, num_heads_q)
     else:
         q, k, v = flash_attn_call.unpack("qkv", qkv, 3, rank=5)
     return flash_attn_func(

@@ -66,6 +66,21 @@ def unpack(name: str, packed: Tensor, parts: int, rank: int) -> tuple[Tensor, ..
     return packed.unbind(-3)
 
 
+def split_heads(qkv: Tensor, num_heads_q: int | None) -> tuple[Tensor, ...]:
+    """Views of the query heads, and of as many key and value heads, that lie behind each other.
+
+    Raises:
+        ValueError: num_heads_q leaves none, or an odd number.
+    """
+    num_kv_heads = 0 if num_heads_q is None else (qkv.shape[2] - num_heads_q) // 2
+    if num_heads_q is None or num_kv_heads < 1 or num_heads_q + 2 * num_kv_heads != qkv.shape[2]:
+        raise ValueError(
+            f"num_heads_q={num_heads_q} must leave an even number of qkv.shape[2]={qkv.shape[2]} heads, "
+            "half for keys and half for values"
+        )
+    return qkv.split((num_heads_q, num_kv_heads, num_kv_heads), dim=2)
+
+
 def varlen_inputs(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, **others: Any
 ) -> Inputs:

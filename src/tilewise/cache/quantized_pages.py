@@ -1,0 +1,36 @@
+"""Pages of 8 bits: a scale for each page and head, a power of two."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tilewise.cache.pages import PagedBatch
+
+QUANTIZED = torch.float8_e4m3fn
+LARGEST = 448.0  # of float8_e4m3fn
+
+
+def dequantized(pages: Tensor, scale: Tensor) -> Tensor:
+    """(..., page_size, heads, dim) in float32 from 8 bits and scales (..., heads)."""
+    return pages.to(scale.dtype) * scale[..., None, :, None]
+
+
+def write_quantized(storage: Tensor, scale: Tensor, new: Tensor, slots: Tensor, batch: PagedBatch) -> None:
+    """Quantize each written page anew with the smallest power of two that holds all its tokens.
+
+    Tokens held before keep their bits unless the scale grows. Infinity, which e4m3 does not have, is NaN.
+    """
+    pages, page_size = batch.written.long(), storage.shape[1]
+    content = dequantized(storage[pages], scale[pages])  # (written pages, page_size, heads, dim)
+    row = torch.arange(page_size, device=storage.device)
+    content = torch.where((row < batch.kept[:, None])[..., None, None], content, 0.0)
+    place = torch.empty(len(storage), dtype=torch.int64, device=storage.device)
+    place[pages] = torch.arange(len(pages), device=storage.device)
+    content[place[slots // page_size], slots % page_size] = new.to(content.dtype)
+    content.masked_fill_(content.isinf(), torch.nan)
+    mantissa, exponent = torch.frexp(content.abs().nan_to_num(0.0).amax((1, 3)) / LARGEST)
+    exponent = (exponent - (mantissa == 0.5).int()).clamp(min=-120)
+    power = torch.where(mantissa == 0, 1.0, torch.ldexp(torch.ones_like(mantissa), exponent))
+    storage[pages] = (content / power[:, None, :, None]).to(storage.dtype)
+    scale[pages] = power
