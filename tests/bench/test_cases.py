@@ -8,9 +8,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tilewise.lab.bench.cases import SUITES, Case, decode, dense, document_lengths, find_suite, packed
+from tilewise.lab.bench.cases import Case, decode, dense, packed
 from tilewise.lab.bench.errors import BenchError
-from tilewise.lab.bench.inputs.masks import MASKS
+from tilewise.lab.bench.inputs.masks import MASKS, document_lengths
+from tilewise.lab.bench.suites import SUITES, find_suite
 
 
 def all_cases(name: str, quick: bool) -> list[Case]:

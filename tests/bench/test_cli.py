@@ -8,8 +8,9 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from tilewise.lab.bench.cases import SUITES, Suite, dense
+from tilewise.lab.bench.cases import dense
 from tilewise.lab.bench.cli import app
+from tilewise.lab.bench.suites import SUITES, Suite
 from tilewise.lab.bench.timing import CpuStopwatch
 
 CASE = dense("forward", "float32", 16, 1, 1, 64, causal=True)

@@ -11,9 +11,10 @@ from typer.testing import CliRunner
 
 from tilewise.cli import _app
 from tilewise.lab.bench import run as runner
-from tilewise.lab.bench.cases import SUITES, Suite, decode
+from tilewise.lab.bench.cases import decode
 from tilewise.lab.bench.errors import BenchError
 from tilewise.lab.bench.run import Settings
+from tilewise.lab.bench.suites import SUITES, Suite
 from tilewise.lab.bench.timing import MIN_CALLS, GraphStopwatch
 
 

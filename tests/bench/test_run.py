@@ -11,10 +11,11 @@ import pytest
 import torch
 
 from tilewise.lab.bench import run as runner
-from tilewise.lab.bench.cases import SUITES, Suite, dense
+from tilewise.lab.bench.cases import dense
 from tilewise.lab.bench.errors import BenchError, Refusal
 from tilewise.lab.bench.peer import Peer, Prepared
 from tilewise.lab.bench.run import Settings
+from tilewise.lab.bench.suites import SUITES, Suite
 from tilewise.lab.bench.timing import CpuStopwatch
 
 CASE = dense("forward", "float32", 16, 1, 1, 32)

@@ -10,8 +10,8 @@ from typing import Annotated, Any
 
 import typer
 
-from tilewise.lab.bench.cases import SUITES
 from tilewise.lab.bench.errors import BenchError
+from tilewise.lab.bench.suites import SUITES
 
 app = typer.Typer(help="Measure attention side by side with its peers.", rich_markup_mode=None)
 

@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend
 
 import tilewise
+from tilewise.core.checks import EIGHT_BIT
 from tilewise.dispatch.choice import BACKENDS
 from tilewise.lab.bench.cases import Case
-from tilewise.lab.bench.eight_bit_peers import eight_bit_peers
 from tilewise.lab.bench.errors import BenchError, Refusal
 from tilewise.lab.bench.inputs import statistics
 from tilewise.lab.bench.inputs.options import FUNCTIONS_ALONE
@@ -29,6 +29,9 @@ from tilewise.lab.bench.peer import (
     prepare_statistics,
 )
 from tilewise.lab.bench.torch_peers import Flex, Sdpa, Standard, mask_mod_of
+
+EIGHT_BIT_LIMIT = 0.08  # of the norm of out: of normal numbers it is off by 0.05
+QUANTIZED = "-quantized"
 
 
 def all_peers() -> dict[str, Peer]:
@@ -74,6 +77,12 @@ def find_peers(names: Sequence[str]) -> list[Peer]:
             backends = ", ".join(f"tilewise:{b}" for b in BACKENDS)
             raise BenchError(f"peer {name!r} is unknown, must be all, {', '.join(known)} or {backends}")
     return list(found.values())
+
+
+def eight_bit_peers() -> dict[str, Peer]:
+    """By name: they are measured if they are asked for."""
+    peers = [EightBit(precision, is_quantized) for precision in EIGHT_BIT for is_quantized in (False, True)]
+    return {peer.name: peer for peer in peers}
 
 
 class Tilewise(Peer):
@@ -185,6 +194,42 @@ class TilewisePlain(Tilewise):
         if not case.statistics:
             raise Refusal("is for cases with statistics")
         return super().prepare(dataclasses.replace(case, statistics=""), data, layout)
+
+
+class EightBit(Peer):
+    """This library in 8 bits, `precision`, with rounding in the timed call or, `is_quantized`, before it."""
+
+    limit = EIGHT_BIT_LIMIT
+
+    def __init__(self, precision: str, is_quantized: bool) -> None:
+        self.precision, self.is_quantized = precision, is_quantized
+        self.name = f"tilewise-{precision}{QUANTIZED if is_quantized else ''}"
+
+    def prepare(self, case: Case, data: Data, layout: str) -> Prepared:
+        is_plain = not (case.option or case.mask or case.has_functions)
+        if case.kind not in ("dense", "varlen") or case.direction != "forward" or not is_plain:
+            raise Refusal("8-bit products are timed in plain dense and packed forwards")
+        if case.dtype not in ("bfloat16", "float16"):
+            raise Refusal("8-bit products are of float16 and bfloat16 tensors")
+        options: dict[str, Any] = {"window": case.window, "causal": case.causal and case.window is None}
+        attend_tensors, offsets, lengths = tilewise.attention, (), ()
+        if case.kind == "varlen":
+            attend_tensors = tilewise.attention_varlen  # type: ignore[assignment]
+            offsets, lengths = (data.offsets, data.offsets), (max(case.lengths),) * 2  # type: ignore[assignment]
+        if self.is_quantized:
+            from tilewise.fp8 import quantize
+
+            given = quantize(data.query, data.key, data.value, *offsets, precision=self.precision)
+
+            def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+                return attend_tensors(*given, *offsets, *lengths, **options)  # type: ignore[no-any-return]
+        else:
+            options["precision"] = self.precision
+
+            def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+                return attend_tensors(q, k, v, *offsets, *lengths, **options)  # type: ignore[no-any-return]
+
+        return prepare_call(case, (data.query, data.key, data.value), None, attend, as_is)
 
 
 def _out(result: Tensor | tuple[Tensor, Tensor]) -> Tensor:

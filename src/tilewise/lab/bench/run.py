@@ -18,10 +18,11 @@ from typing import Any
 import torch
 
 from tilewise.lab.bench import gate, memory, results, torch_peers
-from tilewise.lab.bench.cases import Case, find_suite
+from tilewise.lab.bench.cases import Case
 from tilewise.lab.bench.errors import BenchError, Refusal, setup_limit
 from tilewise.lab.bench.peer import Data, Peer, Prepared
 from tilewise.lab.bench.peers import find_peers
+from tilewise.lab.bench.suites import find_suite
 from tilewise.lab.bench.timing import GraphStopwatch, Stopwatch, ThreadStopwatch, captured, stopwatch
 
 MIN_ROUNDS = 5

@@ -11,8 +11,8 @@ from typing import Any
 from tilewise.device import Device
 from tilewise.lab.bench import results
 from tilewise.lab.bench.cases import Case
-from tilewise.lab.bench.eight_bit_peers import QUANTIZED, eight_bit_peers
 from tilewise.lab.bench.errors import BenchError
+from tilewise.lab.bench.peers import QUANTIZED, eight_bit_peers
 from tilewise.lab.bench.plot import colours
 from tilewise.lab.bench.report import seconds
 from tilewise.lab.bench.results import Results
