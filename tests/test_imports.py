@@ -22,6 +22,7 @@ LAYERS = [
     ["autograd"],
     ["cache"],
     ["api"],
+    ["varlen"],
     ["fp8"],
     ["explain", "faces", "nn", "statistics", "testing", "warmup"],
     ["distributed"],

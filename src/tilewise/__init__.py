@@ -4,7 +4,7 @@ import importlib
 from types import ModuleType
 
 from tilewise import _renamed, nn, reference
-from tilewise.api import attention, attention_varlen, attention_with_cache
+from tilewise.api import attention, attention_with_cache
 from tilewise.cache.contiguous import KVCache
 from tilewise.cache.paged import PagedKVCache
 from tilewise.core.device_errors import check_errors
@@ -13,6 +13,7 @@ from tilewise.explain import Explanation, explain
 from tilewise.faces import flash_attn, flash_attn_3
 from tilewise.faces.sdpa import scaled_dot_product_attention
 from tilewise.statistics import attention_statistics
+from tilewise.varlen import attention_varlen
 from tilewise.warmup import warmup
 
 __version__ = "0.1.0"

@@ -12,11 +12,9 @@ from torch import Tensor
 
 from tilewise.api import (
     attention,
-    attention_varlen,
     attention_with_cache,
     canonical_inputs,
     products_of,
-    read_length,
     to_bshd,
     window_bounds,
 )
@@ -31,6 +29,7 @@ from tilewise.core.values import check_values
 from tilewise.device import Device, device_for
 from tilewise.dispatch import choice as dispatch
 from tilewise.gpu.functions.distances import of_distances
+from tilewise.varlen import attention_varlen, read_length
 
 READ_WHOLE = ("query", "mask", "bias", "alibi_slopes", "sinks", "cu_seqlens_q", "cu_seqlens_k", "seqlens_k")
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Never
 
 from torch import Tensor
 
-from tilewise.api import Window, canonical_inputs, read_length, window_bounds
+from tilewise.api import Window, canonical_inputs, window_bounds
 from tilewise.autograd import statistics
 from tilewise.cache.contiguous import KVCache
 from tilewise.cache.paged import PagedKVCache
@@ -17,6 +17,7 @@ from tilewise.core.checks import check_known, check_tensors
 from tilewise.core.functions.call import MaskFunction, ScoreFunction, with_functions
 from tilewise.core.problem import Options
 from tilewise.core.statistics import Aux, Statistics
+from tilewise.varlen import read_length
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask

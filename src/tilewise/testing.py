@@ -21,7 +21,8 @@ import torch
 from torch import Tensor
 
 from tilewise import reference
-from tilewise.api import attention, attention_varlen
+from tilewise.api import attention
+from tilewise.varlen import attention_varlen
 
 MAX_FACTOR, MEAN_FACTOR = 2.0, 1.1
 STANDARD_ERRORS = 3  # of the mean, above its budget

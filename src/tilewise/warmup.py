@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilewise.api import attention, attention_varlen
+from tilewise.api import attention
 from tilewise.core.checks import check_tensors
+from tilewise.varlen import attention_varlen
 
 
 def warmup(query: Tensor, key: Tensor, value: Tensor, *, backward: bool = True, **options: Any) -> None:

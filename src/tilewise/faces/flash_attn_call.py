@@ -8,11 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilewise.api import canonical_inputs, read_length
+from tilewise.api import canonical_inputs
 from tilewise.core.checks import check_flag, check_number, check_tensors, shown, window_bound
 from tilewise.core.problem import Inputs, Options
 from tilewise.faces import chunks
 from tilewise.faces.tokens import Tokens, counts_of
+from tilewise.varlen import read_length
 
 
 def options(

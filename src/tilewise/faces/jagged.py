@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilewise.api import attention_varlen
+from tilewise.varlen import attention_varlen
 
 
 def is_jagged(*arguments: Any) -> bool:

@@ -16,11 +16,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tilewise.api import attention, attention_varlen
+from tilewise.api import attention
 from tilewise.core.statistics import Aux
 from tilewise.faces.autocast import autocast
 from tilewise.faces.transformers_mask import Pattern, PatternMask, visibility_mask
 from tilewise.faces.transformers_paged import paged_attention_forward
+from tilewise.varlen import attention_varlen
 
 # transformers gives names that contain these a meaning of their own.
 RESERVED = ("eager", "flash", "flex", "paged", "sdpa")

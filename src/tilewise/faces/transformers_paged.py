@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tilewise.api import attention_varlen
 from tilewise.faces.flash_attn import flash_attn_with_kvcache
+from tilewise.varlen import attention_varlen
 
 
 def paged_attention_forward(

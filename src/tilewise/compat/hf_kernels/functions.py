@@ -15,10 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilewise.api import attention, attention_varlen
+from tilewise.api import attention
 from tilewise.core.checks import check_known, shown
 from tilewise.faces import flash_attn
 from tilewise.faces.flash_attn_call import options
+from tilewise.varlen import attention_varlen
 
 __all__ = ["flash_attn_func", "flash_attn_varlen_func", "flash_attn_with_kvcache"]
 

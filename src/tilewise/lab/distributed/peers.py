@@ -13,12 +13,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from tilewise.api import attention, attention_varlen
+from tilewise.api import attention
 from tilewise.distributed import context_parallel_attention, peer_memory, shard, unshard
 from tilewise.distributed.ranks import Ranks
 from tilewise.lab.bench.cases import Case
 from tilewise.lab.bench.errors import Refusal
 from tilewise.lab.bench.peer import Data, Prepared, dense_tensors, prepare_call
+from tilewise.varlen import attention_varlen
 
 METHODS = ("auto", "ring", "all_gather", "ulysses")
 ONE = "one-device"
