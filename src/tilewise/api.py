@@ -1,7 +1,8 @@
 """The public functions: defaults and layout, then one call down.
 
 Every face ends in `tilewise.autograd.functions.attention(inputs, options, backend)`. What shapes mean and
-what is refused is decided in `tilewise.core.problem` and `core.checks`.
+what is refused is decided in `tilewise.core.problem` and `core.checks`. `tilewise.varlen` has the
+function of packed sequences.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""The oracle: attention as the formula reads, with every N x N matrix stored, in float64.
-
-Nothing here is shared with the backends (masks and positions are written out again), so an error in
-the tile arithmetic cannot hide. Use it to test; it needs O(seqlen_q * seqlen_k) memory.
-"""
+"""Attention and its gradients, as the formulas read."""
 
 from __future__ import annotations
 
@@ -15,9 +11,6 @@ from torch import Tensor
 
 from tilewise.core.checks import check_known
 from tilewise.core.dropout import keep_mask, rate
-from tilewise.core.statistics import Aux, Statistics, TopK
-
-__all__ = ["ReferenceGradients", "attention", "attention_backward", "attention_statistics"]
 
 
 class ReferenceGradients(NamedTuple):
@@ -31,7 +24,7 @@ class ReferenceGradients(NamedTuple):
     captured: tuple[Tensor, ...] = ()  # of the tensors given as `captured`
 
 
-class _Forward(NamedTuple):
+class Forward(NamedTuple):
     """Everything the backward formula needs, for dense (batch, heads, seqlen, dim) tensors."""
 
     q: Tensor
@@ -73,17 +66,17 @@ def attention(
         >>> out[0, 0, 0].tolist()
         [1.0, 0.0]
     """
-    _check(attention, options)
+    check_options(attention, options)
     if options.get("cu_seqlens_q") is not None:
-        parts = [attention(*p.tensors, dtype=dtype, **p.options) for p in _unpack(query, key, value, options)]
+        parts = [attention(*p.tensors, dtype=dtype, **p.options) for p in unpack(query, key, value, options)]
         empty_out = query.new_zeros((0, query.shape[1], value.shape[2]), dtype=dtype)
         empty_lse = query.new_zeros((query.shape[1], 0), dtype=dtype)
         return (
             torch.cat([empty_out, *(out[0] for out, _ in parts)]),
             torch.cat([empty_lse, *(lse[0] for _, lse in parts)], dim=1),
         )
-    forward = _forward(query, key, value, dtype, **options)
-    return _from_bhsd(forward.out, options), forward.lse
+    f = forward(query, key, value, dtype, **options)
+    return _from_bhsd(f.out, options), f.lse
 
 
 def attention_backward(
@@ -106,10 +99,10 @@ def attention_backward(
     Returns:
         Gradients in `dtype`, shaped like the inputs they belong to.
     """
-    _check(attention_backward, options)
+    check_options(attention_backward, options)
     if options.get("cu_seqlens_q") is not None:
         return _packed_backward(dout, query, key, value, dlse, dtype, options)
-    f = _forward(query, key, value, dtype, **options)
+    f = forward(query, key, value, dtype, **options)
     do = _to_bhsd(dout, options).to(dtype)
     group = f.q.shape[1] // max(1, f.k.shape[1])
     k, v = f.k.repeat_interleave(group, 1), f.v.repeat_interleave(group, 1)
@@ -136,109 +129,13 @@ def attention_backward(
     )
 
 
-def attention_statistics(
-    query: Tensor, key: Tensor, aux: Aux, *, dtype: torch.dtype = torch.float64, **options: Any
-) -> Statistics:
-    """What `tilewise.attention_statistics` gives, by the formulas of `core.statistics`, O(N^2) memory.
-
-    Args:
-        query, key, options: as `attention` takes them.
-        aux: which statistics.
-        dtype: precision everything is computed in. PyTorch differentiates the result.
-
-    Example:
-        >>> q = torch.eye(2).view(1, 2, 1, 2)
-        >>> attention_statistics(q, q, Aux(row_max=True), scale=1.0).row_max.flatten().tolist()
-        [1.0, 1.0]
-    """
-    _check(attention_statistics, options)
-    if options.get("cu_seqlens_q") is not None:
-        parts = _unpack(query, key, key, options)
-        found = [attention_statistics(*p.tensors[:2], aux, dtype=dtype, **p.options) for p in parts]
-        return _packed_statistics(found, aux)
-    f = _forward(query, key, key, dtype, **options)
-    batch, heads, seqlen_q, seqlen_k = f.s.shape
-    i = torch.arange(seqlen_q, device=f.s.device)[:, None]
-    j = torch.arange(seqlen_k, device=f.s.device)[None, :]
-    entropy = f.lse - (f.p * f.s.masked_fill(f.s == float("-inf"), 0.0)).sum(-1)
-    if f.p_sink is not None:
-        entropy = entropy - f.p_sink * options["sinks"].to(dtype)[:, None]
-    row_max = f.s.amax(-1) if seqlen_k else f.s.new_full(f.s.shape[:-1], float("-inf"))
-    columns = f.p[:, :, max(0, seqlen_q - (aux.last_rows or seqlen_q)) :].sum(2)
-    if aux.column_sum == "group":
-        columns = columns.unflatten(1, (f.k.shape[1], heads // f.k.shape[1])).sum(2)
-    rows = [r for r in aux.rows or () if -seqlen_q <= r < seqlen_q]
-    whole_rows = f.p.new_zeros((batch, heads, len(aux.rows or ()), seqlen_k))
-    if rows:
-        whole_rows[:, :, [r in rows for r in aux.rows or ()]] = f.p[:, :, rows]
-    return Statistics(
-        lse=f.lse if aux.lse else None,
-        row_max=row_max if aux.row_max else None,
-        max_logit=_max_logit(row_max) if aux.max_logit else None,
-        entropy=entropy.masked_fill(f.lse == float("-inf"), 0.0) if aux.entropy else None,
-        column_sum=columns if aux.column_sum else None,
-        top_k=_top_k(f, aux.top_k) if aux.top_k else None,
-        rows=whole_rows if aux.rows else None,
-        block_sum=_block_sums(f.p, aux.block_sum) if aux.block_sum else None,
-        expected_distance=(f.p * (i + seqlen_k - seqlen_q - j).abs()).sum(-1)
-        if aux.expected_distance
-        else None,
-    )
-
-
-def _check(function: Callable[..., Any], options: dict[str, Any]) -> None:
+def check_options(function: Callable[..., Any], options: dict[str, Any]) -> None:
     """Raises TypeError for an option that the formula does not have."""
     names = tuple(
-        n for n in inspect.signature(_forward).parameters if n not in ("query", "key", "value", "dtype")
+        n for n in inspect.signature(forward).parameters if n not in ("query", "key", "value", "dtype")
     )
     lengths = ("max_seqlen_q", "max_seqlen_k") if options.get("cu_seqlens_q") is not None else ()
     check_known(function, options, (*names, *lengths))
-
-
-def _max_logit(row_max: Tensor) -> Tensor:
-    """Of each head; -inf where there are no rows."""
-    none = row_max.new_full((1, row_max.shape[1]), float("-inf"))
-    return torch.cat([none, row_max.transpose(1, 2).flatten(0, 1)]).amax(0)
-
-
-def _top_k(f: _Forward, k: int) -> TopK:
-    padding = (0, max(0, k - f.s.shape[-1]))
-    s = torch.nn.functional.pad(f.s, padding, value=float("-inf"))
-    s, keys = s.sort(dim=-1, descending=True, stable=True)
-    keys = keys[..., :k]
-    p = torch.nn.functional.pad(f.p, padding).gather(-1, keys)
-    return TopK(p, keys.masked_fill(s[..., :k] == float("-inf"), -1))
-
-
-def _block_sums(p: Tensor, size: int) -> Tensor:
-    """(batch, heads, rows, keys), padded to whole blocks, summed over them."""
-    padding = (0, -p.shape[3] % size, 0, -p.shape[2] % size)
-    return torch.nn.functional.pad(p, padding).unflatten(3, (-1, size)).unflatten(2, (-1, size)).sum((3, 5))
-
-
-def _packed_statistics(found: list[Statistics], aux: Aux) -> Statistics:
-    """Rows and keys of all sequences after each other; what has a batch dimension, padded to the longest."""
-
-    def joined(name: str, dim: int = -1) -> Tensor | None:
-        if not aux.asks(name):
-            return None
-        return torch.cat([getattr(f, name)[0] for f in found], dim)
-
-    def stacked(name: str) -> Tensor | None:
-        if not aux.asks(name):
-            return None
-        parts = [getattr(f, name) for f in found]
-        longest = [max(p.shape[dim] for p in parts) for dim in (2, 3)]
-        sizes = [(0, longest[1] - p.shape[3], 0, longest[0] - p.shape[2]) for p in parts]
-        return torch.cat([torch.nn.functional.pad(p, size) for p, size in zip(parts, sizes)])
-
-    best = [f.top_k for f in found if f.top_k is not None]
-    return Statistics(
-        **{name: joined(name) for name in ("lse", "row_max", "entropy", "column_sum", "expected_distance")},
-        max_logit=torch.stack([f.max_logit for f in found]).amax(0) if aux.max_logit else None,  # type: ignore[misc]
-        top_k=TopK(*(torch.cat([t[0] for t in ts], 1) for ts in zip(*best))) if best else None,
-        **{name: stacked(name) for name in ("rows", "block_sum")},
-    )
 
 
 def _called(function: Callable[..., Tensor], dtype: torch.dtype, *arguments: Tensor) -> Tensor:
@@ -252,7 +149,7 @@ def _called(function: Callable[..., Tensor], dtype: torch.dtype, *arguments: Ten
 
 
 def _through_function(
-    score_mod: Callable[..., Tensor], f: _Forward, ds: Tensor, captured: Sequence[Tensor]
+    score_mod: Callable[..., Tensor], f: Forward, ds: Tensor, captured: Sequence[Tensor]
 ) -> list[Tensor]:
     """The gradients of the scores before the function and of captured tensors, by PyTorch's autograd."""
     with torch.enable_grad():
@@ -266,7 +163,7 @@ def _through_function(
     return [torch.where(ds == 0, 0.0, grads[0]), *grads[1:]]
 
 
-def _forward(
+def forward(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -291,7 +188,8 @@ def _forward(
     captured: Sequence[Tensor] = (),
     deterministic: bool = False,  # like the next, says how to compute, not what
     precision: str = "ieee",
-) -> _Forward:
+) -> Forward:
+    """A dense call, step by step, in `dtype`."""
     q, k, v = (_to_bhsd(t, {"layout": layout}).to(dtype) for t in (query, key, value))
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     group = q.shape[1] // max(1, k.shape[1])
@@ -338,7 +236,7 @@ def _forward(
         keep = keep_mask(dropout_seed, dropout_p, rows, q.shape[1], 0, q.shape[2], 0, k.shape[2])
         keep = keep.to(dtype) / (1 - rate(dropout_p))
     out = (p * keep) @ v.repeat_interleave(group, 1)
-    return _Forward(q, k, v, scores, p, keep, tanh, p_sink, scale, out, lse, before, indices)
+    return Forward(q, k, v, scores, p, keep, tanh, p_sink, scale, out, lse, before, indices)
 
 
 def _function_indices(first: int, shape: torch.Size, device: torch.device) -> tuple[Tensor, ...]:
@@ -355,7 +253,7 @@ class _Part(NamedTuple):
     rows_k: slice
 
 
-def _unpack(query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> list[_Part]:
+def unpack(query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> list[_Part]:
     """One dense problem of batch 1 for each packed sequence."""
     cu_q, cu_k = options["cu_seqlens_q"].tolist(), options["cu_seqlens_k"].tolist()
     parts = []
@@ -390,7 +288,7 @@ def _packed_backward(
     dbias = None if bias is None else torch.zeros_like(bias, dtype=dtype)
     dsinks = None if sinks is None else torch.zeros_like(sinks, dtype=dtype)
     captured = [torch.zeros_like(t) for t in options.get("captured", ())]
-    for n, part in enumerate(_unpack(query, key, value, options)):
+    for n, part in enumerate(unpack(query, key, value, options)):
         part_dlse = None if dlse is None else dlse[None, :, part.rows_q]
         g = attention_backward(
             dout[None, part.rows_q], *part.tensors, dlse=part_dlse, dtype=dtype, **part.options
