@@ -1,8 +1,9 @@
-"""The import law: calls and imports go down, never up or across."""
+"""The import law, by which calls and imports go down, never up or across; and how large what may be."""
 
 from __future__ import annotations
 
 import ast
+import collections
 import subprocess
 import sys
 from pathlib import Path
@@ -31,6 +32,7 @@ LAYERS = [
     ["cli"],
     ["__main__"],
 ]
+MOST_LINES, MOST_LINES_OF_A_FUNCTION, MOST_FILES = 400, 80, 15
 BACKENDS = {"cpu.aten", "tiled", "cpu", "gpu.triton", "gpu.hopper"}
 
 
@@ -106,6 +108,71 @@ def test_no_modules_of_a_gpu_package_import_each_other_in_a_circle():
     while leaves := {name for name, others in arrows.items() if not others & arrows.keys()}:
         arrows = {name: others for name, others in arrows.items() if name not in leaves}
     assert not arrows, {name: sorted(others & arrows.keys()) for name, others in arrows.items()}
+
+
+def is_kernel(function: ast.FunctionDef | ast.AsyncFunctionDef, path: Path) -> bool:
+    """Whether a function is compiled for a GPU, or writes code for a CPU."""
+    decorators = [ast.unparse(d).split("(")[0] for d in function.decorator_list]
+    return not {"triton.jit", "gluon.jit"}.isdisjoint(decorators) or "cpu/kernels/" in path.as_posix()
+
+
+def code_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    """Lines of a function, its decorators and signature among them, but for its docstring."""
+    first = min([function.lineno, *(d.lineno for d in function.decorator_list)])
+    lines = function.end_lineno - first + 1
+    if ast.get_docstring(function) is not None:
+        lines -= function.body[0].end_lineno - function.body[0].lineno + 1
+    return lines
+
+
+def too_large(root: Path) -> list[str]:
+    """What is larger than it may be below a folder, as sentences."""
+    found, files = [], collections.Counter()
+    for path in sorted(root.rglob("*.py")):
+        name, text = path.relative_to(root).as_posix(), path.read_text()
+        files[path.parent] += 1
+        if (lines := len(text.splitlines())) > MOST_LINES:
+            found.append(f"{name} has {lines} lines")
+        for node in ast.walk(ast.parse(text)):
+            if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) or is_kernel(node, path):
+                continue
+            if (lines := code_lines(node)) > MOST_LINES_OF_A_FUNCTION:
+                found.append(f"{name}: {node.name} has {lines} lines")
+    for folder, count in files.items():
+        if count > MOST_FILES:
+            found.append(f"{folder.relative_to(root).as_posix()} has {count} files")
+    return found
+
+
+def test_nothing_is_too_large():
+    assert not too_large(ROOT)
+
+
+def test_what_is_too_large_is_found(tmp_path):
+    long = "    x = 1\n" * 79
+    docstring = '    """A.\n' + "\n" * 30 + '    """\n'
+    (tmp_path / "long.py").write_text("x = 1\n" * 401)
+    (tmp_path / "just.py").write_text("x = 1\n" * 400)
+    (tmp_path / "functions.py").write_text(
+        f"def just():\n{docstring}{long}"
+        f"@functools.cache\ndef cached():\n{long}"
+        f"class C:\n    async def method(\n    self):\n{long.replace('    ', '        ')}"
+    )
+    (tmp_path / "kernels.py").write_text(
+        f"@gluon.jit\ndef role():\n{long}@triton.jit(do_not_specialize=[])\ndef kernel():\n{long}"
+    )
+    (tmp_path / "cpu" / "kernels").mkdir(parents=True)
+    (tmp_path / "cpu" / "kernels" / "forward.py").write_text(f"def build(a, b):\n    x = a\n{long}")
+    for folder, count in (("full", 15), ("fuller", 16)):
+        (tmp_path / folder).mkdir()
+        for n in range(count):
+            (tmp_path / folder / f"{n}.py").touch()
+    assert too_large(tmp_path) == [
+        "functions.py: cached has 81 lines",
+        "functions.py: method has 81 lines",
+        "long.py has 401 lines",
+        "fuller has 16 files",
+    ]
 
 
 def test_importing_tilewise_is_light():
