@@ -130,7 +130,7 @@ def test_any_score_function_of_packed_sequences(dim: int):
 
 
 def test_an_index_that_is_wrong_is_reported():
-    """Of a visible score; the others, and other rows, are right."""
+    """Of a visible score; other rows are right, if rounded otherwise: their tile is done again."""
     q = draw(200, 4, 64)
     table, index = torch.randn(10, device="cuda"), torch.zeros(200, 200, dtype=torch.int64, device="cuda")
 
@@ -145,7 +145,7 @@ def test_an_index_that_is_wrong_is_reported():
     is_wrong = torch.zeros(200, dtype=torch.bool, device="cuda")
     is_wrong[70] = True
     assert torch.equal(out.isnan().any(-1).any(-1).any(0), is_wrong)
-    assert torch.equal(out[:, ~is_wrong], right[:, ~is_wrong])
+    torch.testing.assert_close(out[:, ~is_wrong], right[:, ~is_wrong], rtol=2e-2, atol=2e-2)
 
 
 def test_the_gradient_of_a_bias_has_the_same_bits_every_time():

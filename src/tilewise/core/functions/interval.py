@@ -128,14 +128,15 @@ def _index(index: Interval, size: int) -> Interval:
 
 def _least_and_greatest(table: Tensor, indices: list[Interval]) -> Interval:
     """Of table at ranges of indices, one pair for each dimension."""
-    ranged = [n for n, (low, high) in enumerate(indices) if not bool((low == high).all())]
+    runs = [_runs(index) for index in indices]
+    ranged = [n for n, found in enumerate(runs) if max(found, default=1) > 1]
     if not ranged:
         found = table[tuple(low for low, _ in indices)] if indices else table
         return found, found
     if len(ranged) == 1:
         axis = ranged[0]
         others = [low for n, (low, _) in enumerate(indices) if n != axis]
-        return _range_extremes(table.movedim(axis, -1), others, *indices[axis])
+        return _range_extremes(table.movedim(axis, -1), others, *indices[axis], runs[axis])
     widths = [int((high - low).max()) + 1 for low, high in indices]
     if torch.Size(widths).numel() <= MAX_PLACES:
         steps = itertools.product(*(range(w) for w in widths))
@@ -148,20 +149,30 @@ def _least_and_greatest(table: Tensor, indices: list[Interval]) -> Interval:
     return table.amin(), table.amax()
 
 
-def _range_extremes(table: Tensor, others: list[Tensor], first: Tensor, last: Tensor) -> Interval:
+def _runs(index: Interval) -> list[int]:
+    """The powers of 2 that are the longest to fit some of the ranges: a GPU is waited for once."""
+    low, high = index
+    exponents = torch.frexp((high - low + 1).double())[1] - 1
+    is_found = torch.zeros(64, dtype=torch.bool, device=low.device)
+    is_found[exponents.flatten().long()] = True
+    return [1 << n for n, found in enumerate(is_found.tolist()) if found]
+
+
+def _range_extremes(
+    table: Tensor, others: list[Tensor], first: Tensor, last: Tensor, runs: list[int]
+) -> Interval:
     """Of table[*others, first : last + 1], by the extremes of runs of 1, 2, 4, ... numbers.
 
-    A range is covered by the longest run that fits, from its start and from its end.
+    A range is covered by the longest run that fits, from its start and from its end; `runs` are those.
     """
     least = greatest = table
     widths = last - first + 1
     shape = torch.broadcast_tensors(first, *others)[0].shape  # broadcast_shapes imports SymPy
     low = torch.zeros(shape, dtype=table.dtype, device=table.device)
     high, run = low.clone(), 1
-    longest = int(widths.max())
-    while run <= longest:
-        fits = (widths >= run) & (widths < 2 * run)
-        if bool(fits.any()):
+    while run <= runs[-1]:
+        if run in runs:
+            fits = (widths >= run) & (widths < 2 * run)
             ends = [
                 (*others, x.clamp(max=least.shape[-1] - 1)) for x in (first, (last - run + 1).clamp(min=0))
             ]
