@@ -128,8 +128,8 @@ def _index(index: Interval, size: int) -> Interval:
 
 def _least_and_greatest(table: Tensor, indices: list[Interval]) -> Interval:
     """Of table at ranges of indices, one pair for each dimension."""
-    runs = [_runs(index) for index in indices]
-    ranged = [n for n, found in enumerate(runs) if max(found, default=1) > 1]
+    runs, widths = zip(*map(_runs, indices, table.shape), strict=True) if indices else ((), ())
+    ranged = [n for n, width in enumerate(widths) if width > 1]
     if not ranged:
         found = table[tuple(low for low, _ in indices)] if indices else table
         return found, found
@@ -137,7 +137,6 @@ def _least_and_greatest(table: Tensor, indices: list[Interval]) -> Interval:
         axis = ranged[0]
         others = [low for n, (low, _) in enumerate(indices) if n != axis]
         return _range_extremes(table.movedim(axis, -1), others, *indices[axis], runs[axis])
-    widths = [int((high - low).max()) + 1 for low, high in indices]
     if torch.Size(widths).numel() <= MAX_PLACES:
         steps = itertools.product(*(range(w) for w in widths))
         reached = [
@@ -149,13 +148,23 @@ def _least_and_greatest(table: Tensor, indices: list[Interval]) -> Interval:
     return table.amin(), table.amax()
 
 
-def _runs(index: Interval) -> list[int]:
-    """The powers of 2 that are the longest to fit some of the ranges: a GPU is waited for once."""
+def _runs(index: Interval, size: int) -> tuple[list[int], int]:
+    """(the powers of 2 that are the longest to fit some range, the width of the widest), of a tensor's size.
+
+    A GPU is waited for once; not while a graph is captured, where they may be all.
+    """
     low, high = index
-    exponents = torch.frexp((high - low + 1).double())[1] - 1
-    is_found = torch.zeros(64, dtype=torch.bool, device=low.device)
-    is_found[exponents.flatten().long()] = True
-    return [1 << n for n, found in enumerate(is_found.tolist()) if found]
+    if low is high:
+        return [1], 1
+    if low.is_cuda and torch.cuda.is_current_stream_capturing():
+        return [1 << n for n in range(size.bit_length())], size
+    widths = (high - low + 1).flatten()
+    exponents = torch.frexp(widths.double())[1] - 1
+    found = torch.zeros(65, dtype=torch.int64, device=low.device)
+    found[exponents.long()] = 1
+    found[-1] = widths.amax() if len(widths) else 0
+    *is_found, widest = found.tolist()
+    return [1 << n for n, is_longest in enumerate(is_found) if is_longest], widest
 
 
 def _range_extremes(
