@@ -10,7 +10,7 @@ from operator import itemgetter
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, is_grad_enabled
 
 from tilewise.core.plan import Plan, Results, Retry, Saves, Watched
 from tilewise.core.problem import (
@@ -84,8 +84,7 @@ def find(
     """
     try:
         # a mask that only one of two calls has: comparing a tensor with None would take 10 us
-        has_mask, grad_enabled = tensors[MASK] is not None, _sees_grad(direction)
-        bucket = (direction, grad_enabled, tensors[0].shape, tensors[1].shape, has_mask, call)  # type: ignore[union-attr]
+        bucket = (direction, is_grad_enabled(), tensors[0].shape, tensors[1].shape, tensors[MASK] is None, call)  # type: ignore[union-attr]
         for entry in _entries.get(bucket, ()):
             if entry.matches(tensors):
                 entry.last_use = next(_clock)
@@ -97,7 +96,7 @@ def find(
         raise
     entry = make(signature := _signature(direction, tensors, call))
     seen = (*signature.inputs, *signature.results)
-    entry.matches = matcher(tensors, seen, grad_enabled, signature.shares_memory)
+    entry.matches = matcher(tensors, seen, _sees_grad(direction), signature.shares_memory)
     entry.last_use = next(_clock)
     with _lock:
         _keep(bucket, entry)
@@ -119,7 +118,7 @@ def _keep(bucket: tuple[Any, ...], entry: Entry) -> None:
 
 
 def _sees_grad(direction: str) -> bool:
-    return direction == "forward" and torch.is_grad_enabled()
+    return direction == "forward" and is_grad_enabled()
 
 
 def _signature(direction: str, tensors: Tensors, call: tuple[Any, ...]) -> Signature:
