@@ -84,8 +84,8 @@ def find(
     """
     try:
         # a mask that only one of two calls has: comparing a tensor with None would take 10 us
-        bucket = (direction, is_grad_enabled(), tensors[0].shape, tensors[1].shape, tensors[MASK] is None, call)  # type: ignore[union-attr]
-        for entry in _entries.get(bucket, ()):
+        kind = (direction, is_grad_enabled(), tensors[0].shape, tensors[1].shape, tensors[MASK] is None, call)  # type: ignore[union-attr]
+        for entry in _entries.get(kind, ()):
             if entry.matches(tensors):
                 entry.last_use = next(_clock)
                 return entry
@@ -99,7 +99,7 @@ def find(
     entry.matches = matcher(tensors, seen, _sees_grad(direction), signature.shares_memory)
     entry.last_use = next(_clock)
     with _lock:
-        _keep(bucket, entry)
+        _keep(kind, entry)
     return entry
 
 
