@@ -382,6 +382,7 @@ class Pointer:
 
 def _load(p: Pointer, mask: Any = None, other: Any = None) -> Tile:
     if mask is None:
+        assert (torch.as_tensor(p.offset) >= 0).all()  # PyTorch would count from the end
         return tile(p.base[p.offset].clone())
     mask = torch.as_tensor(mask)
     return tile(torch.where(mask, p.base[torch.where(mask, p.offset, 0)], other))

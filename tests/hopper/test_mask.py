@@ -246,19 +246,28 @@ def test_mask_functions_are_the_masks_that_they_say(
         prefix += 5
 
 
+@pytest.fixture
+def without_bits(monkeypatch: pytest.MonkeyPatch):
+    """No mask function has bits. What is known of problems is forgotten before and after."""
+    monkeypatch.setattr(functions, "MOST_BITS", 0)
+    configs = forward_launch.forward_config, backward_launch.backward_config
+    known = (*(config.cache_clear for config in configs), plans.clear)
+    for forget in known:
+        forget()
+    yield
+    for forget in known:
+        forget()
+
+
 @needs_hopper
 @pytest.mark.parametrize("dims", [(64, 64), (128, 128), (192, 128)], ids=str)
-def test_mask_functions_that_kernels_ask(dims: tuple[int, int], monkeypatch: pytest.MonkeyPatch):
+def test_mask_functions_that_kernels_ask(dims: tuple[int, int], without_bits: None):
     """As those of long sequences, whose bits would be too many."""
-    caches = (forward_launch.forward_config, backward_launch.backward_config, plans)
-    monkeypatch.setattr(functions, "MOST_BITS", 0)
     documents = (torch.rand(800, device="cuda") < 1 / 150).cumsum(0)
 
     def mask_mod(b, h, i, j):
         return ((documents[i] == documents[j]) | (j < 64 * h)) & (i != 7)
 
-    for cache in caches:
-        cache.clear() if cache is plans else cache.cache_clear()
     for lengths in ((300, 300), (65, 577), (640, 129), (800, 700)):
         q = torch.randn(2, lengths[0], 4, dims[0], device="cuda").bfloat16()
         k, v = (torch.randn(2, lengths[1], 2, d, device="cuda").bfloat16() for d in dims)
@@ -272,8 +281,6 @@ def test_mask_functions_that_kernels_ask(dims: tuple[int, int], monkeypatch: pyt
                 exact = reference.attention(q, k, v, **given)[0]
                 out = tilewise.attention(q, k, v, backend="hopper", **given)
                 assert (out - exact).norm() < 5e-3 * exact.norm()
-    for cache in caches:
-        cache.clear() if cache is plans else cache.cache_clear()
 
 
 @needs_hopper

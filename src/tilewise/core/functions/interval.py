@@ -120,6 +120,9 @@ class Intervals:
 def _index(index: Interval, size: int) -> Interval:
     """The places that indices read, negative ones counted from the end, wrong ones put to an end."""
     low, high = index
+    if low is high:
+        place = torch.where(low < 0, low + size, low).clamp(0, size - 1)
+        return place, place
     crosses = (low < 0) & (high >= 0)
     first = torch.where(crosses, 0, torch.where(low < 0, low + size, low))
     last = torch.where(crosses, size - 1, torch.where(high < 0, high + size, high))

@@ -19,7 +19,7 @@ PART = 16  # rows and columns of the parts that a tile is looked at by
 def edges(n: int, block: int, device: torch.device | str | None = None) -> Interval:
     """First and last positions of blocks of a length n."""
     first = torch.arange(0, n, block, device=device)
-    return first, (first + (block - 1)).clamp(max=n - 1)
+    return first, first if block == 1 else (first + (block - 1)).clamp(max=n - 1)
 
 
 def tile_kinds(
@@ -75,6 +75,9 @@ def _within(span: Interval, axis: int, is_needed: bool, rows: tuple[slice, ...])
     shape = [1, 1, 1, 1]
     shape[axis] = -1
     first, last = span
+    if first is last and (is_needed or len(first) == 1):  # points, as `interval` knows by their being one
+        first = (first[rows[axis]] if axis < 3 else first).view(shape)
+        return first, first
     if not is_needed and len(first):
         first, last = first[:1], last[-1:]
     elif axis < 3:

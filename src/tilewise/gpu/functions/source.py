@@ -299,7 +299,8 @@ def _power(x: str, exponent: Any) -> str:
 
 _LEAVES = {
     "score": "s", "b": "(seq.b + tl.cast(0, tl.int32))", "h": "(seq.h + tl.cast(0, tl.int32))",
-    "i": "tl.minimum(i, seq.seqlen_q - 1)", "j": "tl.maximum(tl.minimum(j, seq.seqlen_k - 1), 0)",
+    "i": "tl.maximum(tl.minimum(i, seq.seqlen_q - 1), 0)",
+    "j": "tl.maximum(tl.minimum(j, seq.seqlen_k - 1), 0)",
 }  # fmt: skip
 _CALLS = {
     **{name: f"tl.{name}" for name in FUNCTIONS}, "sqrt": "tl.sqrt_rn",

@@ -25,7 +25,7 @@ from tilewise.gpu.functions.source import Helpers, KernelFunctions, helpers
 from tilewise.gpu.launch.launch_plan import Tensors
 
 MOST_BITS = 1 << 29  # 64 MiB: one mask of 23k x 23k tokens
-MOST_TILES = 1 << 24  # of a map, which has 8 bytes for each: one mask of 370k x 370k tokens
+MOST_TILES = 1 << 24  # of a map, 192 MiB: one mask of 370k x 370k tokens, of each query head of a group
 SMALLEST_TILE = 128 * 64
 NO_HELPERS = Helpers(None, None, False, False, None)
 
@@ -45,7 +45,8 @@ def unserved_functions(problem: AttentionProblem) -> str | None:
     problem = served
     if problem.mask_shape is not None:
         return "takes a mask or a mask function, not both"
-    scores = math.prod(_shape(problem))
+    batch, heads, *lengths = _shape(problem)
+    scores = math.prod((batch, problem.group_size if heads == 1 else heads, *lengths))
     if scores > MOST_TILES * SMALLEST_TILE:
         return f"takes mask functions of up to {MOST_TILES * SMALLEST_TILE} different scores, not {scores}"
     return None

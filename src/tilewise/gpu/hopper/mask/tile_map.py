@@ -57,7 +57,7 @@ def transposed_map(problem: AttentionProblem, source: Tensor | MaskFunction, blo
 def _kept(source: Tensor | MaskFunction, choices: tuple[Any, ...], make: Callable[[], Map]) -> Map:
     if isinstance(source, Tensor):
         return kept((source,), choices, make, source.device)
-    made_of = (source.kernel, source.shape, source.lengths, source.layout)
+    made_of = (source.kernel, source.shape, source.lengths, source.layout, source.is_asked)
     return kept(source.numbers, (*made_of, *choices), make, source.device)
 
 
@@ -115,13 +115,14 @@ def _by_intervals(source: MaskFunction, is_transposed: bool, warpgroups: int, bl
     for dim, (block, large) in enumerate(zip(blocks, (found.block_q, found.block_k), strict=True), 2):
         tiles = -(-source.lengths[dim - 2] // block)
         kinds = kinds.repeat_interleave(large // block, dim).narrow(dim, 0, tiles) if large > block else kinds
-    kinds = (kinds.mT if is_transposed else kinds).to(torch.int32)
+    kinds = kinds.mT if is_transposed else kinds
     hidden = (1 << warpgroups) - 1
     seen = hidden << warpgroups
-    states = (kinds != EMPTY) * (hidden + (1 << FLAG_BITS)) + (kinds == FULL) * (seen - hidden)
+    is_visited, is_full = ((kinds != EMPTY).to(torch.int32), (kinds == FULL).to(torch.int32))
+    states = is_visited * (hidden + (1 << FLAG_BITS)) + is_full * (seen - hidden)
     batch, heads, rows, _ = kinds.shape
     strides = (heads * rows if batch > 1 else 0, rows if heads > 1 else 0, 1)
-    return Scan(states.to(torch.int32).flatten(), None, batch, batch * heads * rows, strides)
+    return Scan(states.flatten(), None, batch, batch * heads * rows, strides)
 
 
 def _map_of(
