@@ -18,7 +18,7 @@ from tilewise.cpu.host.backward_plan import BackwardPlan
 from tilewise.cpu.host.forward_plan import ForwardPlan
 from tilewise.cpu.host.plan import plan
 from tilewise.dispatch import plans
-from tilewise.lab.bench import cases
+from tilewise.lab.bench import cases, suites
 from tilewise.testing import check_attention
 
 FINEST = 64  # keys of a backward's work item: fewer are never worth the conversion of all queries
@@ -114,7 +114,7 @@ class Play:
 
 def shapes() -> list[cases.Case]:
     """Of the benchmark's CPU suite, with one head size and without float16, and of models' layers."""
-    suite = (c for c in cases._cpu(False, "cpu") if c.dtype != "float16")
+    suite = (c for c in suites._cpu(False, "cpu") if c.dtype != "float16")
     layers = (
         cases.dense(direction, "bfloat16", 64, heads, batch, n, causal=True)
         for direction in ("forward", "backward")
