@@ -113,7 +113,7 @@ def memory_linear(setting: Setting) -> Measured:
 
 
 def _usual_memory(case: Case, setting: Setting) -> float:
-    """The median of a few readings: a process may take memory that it has freed, or free what it had taken."""
+    """The median of a few readings: a process may take memory that it has freed, or free what it had."""
     data = Data(case, setting.device, seed=0)
     return statistics.median(memory.measure(case, "tilewise", data) for _ in range(3))
 
