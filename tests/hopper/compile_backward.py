@@ -47,8 +47,8 @@ CASES: dict[str, tuple[int, int, torch.dtype, bool, dict[str, Any]]] = {
     "mask_d64_causal": (64, 64, torch.float16, False, {"causal": True}),
     "mask_d128": (128, 128, torch.bfloat16, False, {}),
     "function_d64": (64, 64, torch.bfloat16, False, {"causal": True}),
-    "asked_function_d64": (64, 64, torch.bfloat16, False, {"causal": True}),
-    "asked_function_d128": (128, 128, torch.float16, False, {"causal": True}),
+    "inlined_function_d64": (64, 64, torch.bfloat16, False, {"causal": True}),
+    "inlined_function_d128": (128, 128, torch.float16, False, {"causal": True}),
     "mask_d128_window_softcap": (
         128,
         128,
@@ -120,7 +120,7 @@ def compile_case(name: str) -> list[dict[str, Any]]:
     out = inputs.query.new_empty((*inputs.query.shape[:-1], dim_v))
     lse = out.new_empty((4, 1024) if is_packed else (2, 4, seqlen_q), dtype=torch.float32)
     asked = Options(**options)
-    functions.MOST_BITS = 0 if "asked" in name else 1 << 29
+    functions.MOST_BITS = 0 if "inlined" in name else 1 << 29
     backward_launch.backward_config.cache_clear()  # which depends on it
     if "function" in name:
         inputs, asked = with_documents(inputs, asked)

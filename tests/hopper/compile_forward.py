@@ -61,8 +61,8 @@ CASES = {
     "mask_d64_causal": Case(64, 64, torch.float16, {"causal": True}, ("mask",), heads=32, seqlen_q=4096),
     "mask_d128": Case(128, 128, extras=("mask",), kv_heads=2),
     "function_d64": Case(64, 64, options={"causal": True}),
-    "asked_function_d64_causal": Case(64, 64, options={"causal": True}),
-    "asked_function_d128": Case(128, 128, torch.float16),
+    "inlined_function_d64_causal": Case(64, 64, options={"causal": True}),
+    "inlined_function_d128": Case(128, 128, torch.float16),
     "mask_d128_window_softcap_sinks": Case(
         128, 128, options={"window_left": 600, "window_right": 64, "softcap": 20.0}, extras=("mask", "sinks")
     ),
@@ -180,7 +180,7 @@ def compile_case(name: str) -> list[dict[str, Any]]:
     options = Options(**CASES[name].options)
     if "of_rows" in name:
         inputs = inputs._replace(bias=inputs.bias[..., :1])
-    functions.MOST_BITS = 0 if "asked" in name else 1 << 29
+    functions.MOST_BITS = 0 if "inlined" in name else 1 << 29
     launch.forward_config.cache_clear()  # which depends on it
     if "function" in name:
         inputs, options = with_documents(inputs, options)

@@ -156,9 +156,9 @@ CASES = {
         128,
         {"score": True, "mask": "blocks", "softcap": 3.0, "dropout_p": 0.3},
     ),
-    "asked": (300, 450, 4, 2, 128, 128, {"asked": True}),
-    "asked_causal_d64": (400, 401, 3, 1, 64, 64, {"asked": True, "causal": True}),
-    "asked_score": (300, 290, 2, 1, 128, 128, {"asked": True, "score": True, "dropout_p": 0.3}),
+    "inlined": (300, 450, 4, 2, 128, 128, {"inlined": True}),
+    "inlined_causal_d64": (400, 401, 3, 1, 64, 64, {"inlined": True, "causal": True}),
+    "inlined_score": (300, 290, 2, 1, 128, 128, {"inlined": True, "score": True, "dropout_p": 0.3}),
     "distances_mask": (100, 330, 2, 2, 128, 128, {"distances": True, "mask": "blocks", "softcap": 3.0}),
     "mask_bias": (300, 300, 4, 2, 128, 128, {"bias": "full", "mask": "blocks", "window_right": 30}),
     "mask_dropout": (300, 300, 4, 2, 64, 64, {"dropout_p": 0.2, "mask": "blocks", "causal": True}),
@@ -210,7 +210,7 @@ def check(name: str) -> float:
     if options.pop("score", False):
         score_mod = emulator.draw_score(*(max(n) if is_packed else n for n in (lengths_q, lengths_k)), heads)
     functions.MOST_BITS = 1 << 29
-    if options.pop("asked", False):  # instead of bits
+    if options.pop("inlined", False):  # instead of bits
         mask_mod, functions.MOST_BITS = emulator.draw_documents(lengths_q, lengths_k), 0
     problem, inputs = emulator.as_kernels_see(
         inputs, Options(**options), mask_mod, score_mod, host.transposed_pairs_of_distances

@@ -138,9 +138,9 @@ CASES: dict[str, tuple[Any, Any, int, int, int, int, dict[str, Any]]] = {
         256,
         {"score": True, "mask": "blocks", "scale": 9.0, "sinks": True},
     ),
-    "asked": (500, 650, 4, 2, 128, 128, {"asked": True}),
-    "asked_causal_d64": (400, 401, 3, 1, 64, 64, {"asked": True, "causal": True}),
-    "asked_score": (300, 290, 2, 1, 128, 128, {"asked": True, "score": True, "window_left": 200}),
+    "inlined": (500, 650, 4, 2, 128, 128, {"inlined": True}),
+    "inlined_causal_d64": (400, 401, 3, 1, 64, 64, {"inlined": True, "causal": True}),
+    "inlined_score": (300, 290, 2, 1, 128, 128, {"inlined": True, "score": True, "window_left": 200}),
     "mask_bias": (300, 500, 2, 2, 128, 128, {"mask": "blocks", "bias": "full", "window_left": 200}),
     "mask_dropout_window": (
         300,
@@ -237,7 +237,7 @@ def check(name: str) -> float:
     if options.pop("score", False):
         score_mod = emulator.draw_score(*(max(n) if is_packed else n for n in (lengths_q, lengths_k)), heads)
     functions.MOST_BITS = 1 << 29
-    if options.pop("asked", False):  # instead of bits
+    if options.pop("inlined", False):  # instead of bits
         mask_mod, functions.MOST_BITS = emulator.draw_documents(lengths_q, lengths_k), 0
     problem, inputs = emulator.as_kernels_see(
         inputs, Options(**options), mask_mod, score_mod, host.pairs_of_distances

@@ -17,7 +17,7 @@ SPILL_BYTES = 40  # of small pages with Triton 3.6, 24 with 3.9; at head size 25
 EXTRA_SPILL_BYTES = {
     "guarded": 3400,  # two numbers of each score, by 64-bit addresses, in flight together
     "score": 160,
-    "asked": 96,
+    "inlined": 96,
     "distances_d128_dropout": 400,  # with a mask and a softcap
     "watched": 96,
     "softcap": 320,
@@ -26,7 +26,7 @@ EXTRA_SPILL_BYTES = {
     "alibi": 64,
     "bias": 64,
 }  # the first in a name
-EXTRA = ("watched", "dropout", "alibi", "bias", "distances", "score", "asked")
+EXTRA = ("watched", "dropout", "alibi", "bias", "distances", "score", "inlined")
 
 
 def test_no_configuration_spills_much_or_leaves_the_tensor_cores(compiled_by: Compiler):

@@ -261,7 +261,7 @@ def without_bits(monkeypatch: pytest.MonkeyPatch):
 
 @needs_hopper
 @pytest.mark.parametrize("dims", [(64, 64), (128, 128), (192, 128)], ids=str)
-def test_mask_functions_that_kernels_ask(dims: tuple[int, int], without_bits: None):
+def test_mask_functions_that_kernels_inline(dims: tuple[int, int], without_bits: None):
     """As those of long sequences, whose bits would be too many."""
     documents = (torch.rand(800, device="cuda") < 1 / 150).cumsum(0)
 

@@ -91,6 +91,11 @@ def test_every_operation():
     check([randn(1, 40, 2, 16) for _ in range(3)], mask_mod=mask_mod, score_mod=score_mod)
 
 
+def test_a_function_of_zero_may_be_nan():
+    """Rows that fill up a tile have scores of 0."""
+    check([randn(1, 40, 2, 16) for _ in range(3)], score_mod=lambda s, *_: s * torch.log(s.abs()))
+
+
 def test_packed_sequences():
     starts = torch.tensor([0, 20, 20, 50], device=DEVICE)
     options = {

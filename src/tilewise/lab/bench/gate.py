@@ -214,7 +214,7 @@ def _visible(case: Case, s: _Sequence, rows: slice) -> tuple[slice, dict[str, An
     keys, mask = _visible_keys(case, s, rows)
     bias = None if s.bias is None else s.bias[None, :, rows, keys].double()
     softcap = SOFTCAP if case.option == "softcap" else 0.0
-    score_mod = s.option.score_mod(rows, keys) if case.option == GATED else None
+    score_mod = s.option.gate(rows, keys) if case.option == GATED else None
     return keys, {"mask": mask, "bias": bias, "softcap": softcap, "score_mod": score_mod}
 
 

@@ -26,7 +26,7 @@ class BackwardConfig:
     LATEST_FIRST: bool = False  # queries of a tile of keys from the last to the first, each of all heads
     IS_SPLIT: bool = False  # several CTAs share a tile of keys: see `splits`
     HAS_MASK: bool = False  # query tiles are visited by a `TransposedMap`
-    MASK: Any = None  # a mask function that is asked where the map has no bits
+    MASK: Any = None  # a mask function, inlined where the map has no bits
     HAS_DROPOUT: bool = False
     HAS_ORIGIN: bool = False  # the call is a part of one by which dropout numbers heads, queries and keys
     HAS_ALIBI: bool = False

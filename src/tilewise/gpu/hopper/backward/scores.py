@@ -1,7 +1,7 @@
 """From products to weights and their gradients, in the registers of a warpgroup."""
 
 from tilewise.gpu.hopper.backward.ranges import load_shift, mask_transposed, staggered
-from tilewise.gpu.hopper.common.biases import hidden, penalty, scored, with_bias
+from tilewise.gpu.hopper.common.biases import hide_by_function, penalty, scored, with_bias
 from tilewise.gpu.hopper.common.compat import gl, gluon
 from tilewise.gpu.hopper.common.dropout import marked
 from tilewise.gpu.hopper.common.softmax import LOG2_E, exp2, tanh_of_scores
@@ -82,7 +82,7 @@ def weights(
         if at.has_hidden != 0:
             if cfg.MASK is not None:
                 query = staggered(at.number, at.tiles, at.spread, cfg) * cfg.BLOCK_M
-                x = hidden(x, key, query, True, work.batch, at.head, work, extras, cfg)
+                x = hide_by_function(x, key, query, True, work.batch, at.head, work, extras, cfg)
             else:
                 x = hide_by_bits(x, at.words)
     p = exp2(x)

@@ -35,7 +35,7 @@ class ForwardConfig:
     HAS_SOFTCAP: bool
     HAS_SINKS: bool
     HAS_MASK: bool = False  # key tiles are visited by a `MaskMap`
-    MASK: Any = None  # a mask function that is asked where the map has no bits: see `gpu.functions.source`
+    MASK: Any = None  # a mask function, inlined where the map has no bits: see `gpu.functions.source`
     HAS_DROPOUT: bool = False
     HAS_ORIGIN: bool = False  # the call is a part of one by which dropout numbers heads, queries and keys
     HAS_ALIBI: bool = False
@@ -225,8 +225,8 @@ class Extras(NamedTuple):
     bias_batch: Any = 0  # pairs from one to the next; 0 where all share one
     bias_head: Any = 0
     bias_row: Any = 0
-    captured: Any = None  # what a score function reads: see `gpu.functions.captured`
-    score_unit: Any = 1.0  # of what it is given: times products, or the tanh of capped ones
+    captured: Any = None  # what inlined functions read: see `gpu.functions.captured`
+    score_unit: Any = 1.0  # of what a score function is given: times products, or the tanh of capped ones
 
 
 class Place(NamedTuple):

@@ -90,39 +90,51 @@ def with_bias(x, pairs, dtype: gl.constexpr, cfg: gl.constexpr):
 
 
 @gluon.jit
-def hidden(x, row, column, is_transposed: gl.constexpr, batch, head, work, extras, cfg: gl.constexpr):
-    """x [64, N] from (row, column) on, -inf where the mask function hides the key; rows as in `scored`."""
-    rows = (row + gl.arange(0, 64, gl.SliceLayout(1, x.type.layout)))[:, None]
-    columns = (column + gl.arange(0, x.shape[1], gl.SliceLayout(0, x.type.layout)))[None, :]
-    place = Place(batch, head, work.seqlen_q, work.seqlen_k)
+def positions(x, row, column, is_transposed: gl.constexpr):
+    """(queries, keys) of a tile x [64, N] from (row, column) on: [64, 1] and [1, N].
+
+    is_transposed: rows are keys, so that keys come as [64, 1].
+    """
+    i = (row + gl.arange(0, 64, gl.SliceLayout(1, x.type.layout)))[:, None]
+    j = (column + gl.arange(0, x.shape[1], gl.SliceLayout(0, x.type.layout)))[None, :]
     if is_transposed:
-        visible, _ = cfg.MASK(columns, rows, place, extras.captured)
+        queries, keys = j, i
     else:
-        visible, _ = cfg.MASK(rows, columns, place, extras.captured)
+        queries, keys = i, j
+    return queries, keys
+
+
+@gluon.jit
+def hide_by_function(
+    x, row, column, is_transposed: gl.constexpr, batch, head, work, extras, cfg: gl.constexpr
+):
+    """x [64, N] with -inf where the inlined mask function hides a key; the rest as in `positions`."""
+    queries, keys = positions(x, row, column, is_transposed)
+    place = Place(batch, head, work.seqlen_q, work.seqlen_k)
+    visible, _ = cfg.MASK(queries, keys, place, extras.captured)
     return gl.where(visible, x, float("-inf"))
 
 
 @gluon.jit
 def scored(x, row, column, is_transposed: gl.constexpr, batch, head, work, extras, cfg: gl.constexpr):
-    """(what the score function makes of scaled scores x [64, N] from (row, column) on, its derivative, where
-    an index is wrong). is_transposed: rows are keys.
+    """What the inlined score function makes of scaled scores x [64, N]; the rest as in `positions`.
+
+    Returns (scores, their derivative by x, where an index into a captured tensor is out of range).
     """
-    rows = (row + gl.arange(0, 64, gl.SliceLayout(1, x.type.layout)))[:, None]
-    columns = (column + gl.arange(0, x.shape[1], gl.SliceLayout(0, x.type.layout)))[None, :]
+    queries, keys = positions(x, row, column, is_transposed)
     place = Place(batch, head, work.seqlen_q, work.seqlen_k)
-    if is_transposed:
-        y, slope, wrong = cfg.SCORE(x, columns, rows, place, extras.captured)
-    else:
-        y, slope, wrong = cfg.SCORE(x, rows, columns, place, extras.captured)
-    return y, slope, wrong
+    return cfg.SCORE(x, queries, keys, place, extras.captured)
 
 
 @gluon.jit
 def poisoned_scores(s, row, column, batch, head, work, extras, cfg: gl.constexpr):
-    """Scores, hidden or not, with NaN for each visible one whose index is wrong: in a branch that is rare."""
-    rows = (row + gl.arange(0, 64, gl.SliceLayout(1, s.type.layout)))[:, None]
+    """Scores, hidden or not, with NaN for each visible one whose index is wrong: in a branch that is rare.
+
+    No index depends on the score, so it is found again from scores that are changed and masked.
+    """
+    queries, _ = positions(s, row, column, False)
     _, _, wrong = scored(s, row, column, False, batch, head, work, extras, cfg)
-    return poisoned(s, wrong, rows, work, extras.captured)
+    return poisoned(s, wrong, queries, work, extras.captured)
 
 
 COPY_INTEGERS = ("heads", "rows", "columns", "eights", "least", "most")

@@ -2,8 +2,8 @@
 
 A tile map is made of a mask function as of a mask. Its bits are an eighth of a byte for each score that the
 function says something of. Where there were more than `MOST_BITS` of them, the map is that of intervals, and
-kernels ask the function itself in partial tiles. A score function that adds a number of each distance is a
-bias; any other is compiled into the attention kernels.
+the attention kernels inline the function for partial tiles. A score function that adds a number of each
+distance is a bias; any other is inlined, too.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class MaskFunction(NamedTuple):
     extent: tuple[int, int, int, int]  # of the call
     buffers: Buffers
     captured: Tensors  # floats, integers, layout on the GPU
-    is_asked: bool  # by the kernels, as it has no bits
+    is_inlined: bool  # by the attention kernels: it has no bits
     device: torch.device
     numbers: tuple[Tensor, ...]  # of the captured ones, those that say what is hidden
     layout: tuple[int, ...]
@@ -76,15 +76,15 @@ def source_of(problem: AttentionProblem, inputs: Inputs) -> Tensor | MaskFunctio
     device, lengths = inputs.query.device, (problem.seqlen_q, problem.seqlen_k)
     hiding = hiding_numbers(functions, buffers)
     kernel = KernelFunctions(functions.plain_text, frozenset())
-    extent, is_asked = (problem.batch, problem.num_heads, *lengths), is_mask_asked(problem)
+    extent, is_inlined = (problem.batch, problem.num_heads, *lengths), inlines_mask(problem)
     captured = captured_of(inputs)
     return MaskFunction(
-        kernel, _shape(problem), lengths, extent, buffers, captured, is_asked, device, *hiding
+        kernel, _shape(problem), lengths, extent, buffers, captured, is_inlined, device, *hiding
     )
 
 
-def is_mask_asked(problem: AttentionProblem) -> bool:
-    """Whether kernels ask a problem's mask function, which would have too many bits."""
+def inlines_mask(problem: AttentionProblem) -> bool:
+    """Whether kernels inline a problem's mask function, which would have too many bits."""
     has_mask = problem.functions is not None and decode(problem.functions).mask is not None
     return has_mask and math.prod(_shape(problem)) > MOST_BITS
 
@@ -96,11 +96,11 @@ def captured_of(inputs: Inputs) -> Tensors:
 
 
 def compiled_functions(problem: AttentionProblem) -> Helpers:
-    """What is compiled into kernels: a problem's score function, and its mask function if they ask that."""
-    if not (problem.has_score_function or is_mask_asked(problem)):
+    """What kernels inline of a problem's functions."""
+    if not (problem.has_score_function or inlines_mask(problem)):
         return NO_HELPERS
     functions = decode(problem.functions or "")
-    text = (functions if is_mask_asked(problem) else functions.score_only).plain_text
+    text = (functions if inlines_mask(problem) else functions.score_only).plain_text
     return helpers(KernelFunctions(text, _loads(text) if functions.is_guarded else frozenset()))
 
 

@@ -16,7 +16,7 @@ from tilewise.core.signature import stand_in
 from tilewise.core.torch_private import raw_stream
 from tilewise.gpu.functions.captured import Captured
 from tilewise.gpu.hopper.common.arguments import Extras
-from tilewise.gpu.hopper.common.functions import captured_of, is_mask_asked
+from tilewise.gpu.hopper.common.functions import captured_of, inlines_mask
 from tilewise.gpu.launch.gpus import gpu_of
 from tilewise.gpu.launch.launch_plan import Launch, Tensors, run
 
@@ -80,7 +80,7 @@ def extras_of(
         seed = seed.to(inputs.query.device)
     if bias is not None and not problem.bias_of_distances:
         bias = _pairs(problem, bias, is_transposed)
-    is_read = problem.has_score_function or is_mask_asked(problem)
+    is_read = problem.has_score_function or inlines_mask(problem)
     captured = captured_of(inputs) if is_read else (None,) * 3
     return seed, None if slopes is None else slopes.contiguous(), bias, *captured
 

@@ -1,6 +1,13 @@
 """From scores to weights in the registers of a warpgroup of the Hopper forward: the softmax of a tile."""
 
-from tilewise.gpu.hopper.common.biases import hidden, load_bias, penalty, poisoned_scores, scored, with_bias
+from tilewise.gpu.hopper.common.biases import (
+    hide_by_function,
+    load_bias,
+    penalty,
+    poisoned_scores,
+    scored,
+    with_bias,
+)
 from tilewise.gpu.hopper.common.compat import gl, gluon, unhoisted
 from tilewise.gpu.hopper.common.dropout import dropped, survivors
 from tilewise.gpu.hopper.common.layouts import accumulator_layout, operand_layout, row_layout
@@ -58,7 +65,7 @@ def softmax_step(
     if cfg.HAS_MASK:
         if is_partial(W, entry):
             if cfg.MASK is not None:
-                s = hidden(s, row, j * cfg.BLOCK_N, False, work.batch, work.head, work, extras, cfg)
+                s = hide_by_function(s, row, j * cfg.BLOCK_N, False, work.batch, work.head, work, extras, cfg)
             else:
                 s = hide_by_bits(s, words)
         hides = hides | is_partial(W, entry)

@@ -10,7 +10,7 @@ tiles 0 to n it holds, as int32 in `tiles`,
 
 and in `bits` one word for each row and each of the four threads that share it, in the order in which they
 hold scores: bit 2e + c is column 8e + 2t + c of thread t. Causal masks and windows are no part of a map. That
-of a function which kernels ask has no bits.
+of a function which kernels inline has no bits.
 
 A mask that many layers use is scanned once: see `core.kept`.
 """
@@ -57,7 +57,7 @@ def transposed_map(problem: AttentionProblem, source: Tensor | MaskFunction, blo
 def _kept(source: Tensor | MaskFunction, choices: tuple[Any, ...], make: Callable[[], Map]) -> Map:
     if isinstance(source, Tensor):
         return kept((source,), choices, make, source.device)
-    made_of = (source.kernel, source.shape, source.lengths, source.layout, source.is_asked)
+    made_of = (source.kernel, source.shape, source.lengths, source.layout, source.is_inlined)
     return kept(source.numbers, (*made_of, *choices), make, source.device)
 
 
@@ -84,7 +84,7 @@ def _scanned(
         for dim, stride in enumerate(source.stride()):
             if stride == 0:  # expanded: all of it is one
                 source = source.narrow(dim, 0, 1)
-    elif source.is_asked:
+    elif source.is_inlined:
         return _by_intervals(source, is_transposed, warpgroups, block_n)
     batch, heads, *sides = source.shape
     mask_rows = sides[1 if is_transposed else 0]

@@ -125,8 +125,13 @@ class CaseOption:
         hidden = torch.ones(self.bias.shape[2:], dtype=torch.bool, device=self.device).triu(1)
         return {"attn_mask": self.bias.masked_fill(hidden, float("-inf"))}
 
-    def score_mod(self, queries: slice = ALL, keys: slice = ALL) -> Callable[..., Tensor] | None:
-        """FlexAttention's function; GATED, for some queries and keys alone.
+    def gate(self, queries: slice = ALL, keys: slice = ALL) -> Callable[..., Tensor]:
+        """The score function of GATED, for some queries and keys, whose positions count from their first."""
+        rows, columns = self.gates[0][queries], self.gates[1][keys]
+        return lambda s, b, h, i, j: s * (1 + rows[i] * columns[j])
+
+    def score_mod(self) -> Callable[..., Tensor] | None:
+        """FlexAttention's function.
 
         Raises:
             Refusal: it has no such option.
@@ -144,8 +149,7 @@ class CaseOption:
                 table = self.table
                 return lambda s, b, h, i, j: s + table[h, (i - j).clamp(-REACH, REACH) + REACH]
             case "gated":
-                rows, columns = self.gates[0][queries], self.gates[1][keys]
-                return lambda s, b, h, i, j: s * (1 + rows[i] * columns[j])
+                return self.gate()
             case "softcap":
                 return lambda s, b, h, i, j: SOFTCAP * torch.tanh(s / SOFTCAP)
         return None
