@@ -9,7 +9,7 @@ from tilewise.core.functions.captured import out_of_range
 from tilewise.core.functions.derivative import derivative, tangent
 from tilewise.core.functions.evaluate import Buffers, Evaluator, Values, add_at, times
 from tilewise.core.functions.expression import decode
-from tilewise.core.functions.interval import Interval, Intervals, Ranges
+from tilewise.core.functions.interval import Interval, Intervals, Ranges, Span
 from tilewise.core.functions.tile_map import FULL, PARTIAL, edges, tile_kinds
 from tilewise.core.problem import AttentionProblem, Inputs
 from tilewise.tiled.config import tiled_plan
@@ -26,20 +26,20 @@ class SegmentFunctions:
         self.functions = decode(problem.functions)
         self.buffers = Buffers(inputs.captured_floats, inputs.captured_integers, inputs.captured_layout)
         self.dtype, self.device = problem.compute_dtype, inputs.query.device
-        self.b, self.h = self._range(sequences.start, sequences.stop), self._range(0, problem.num_heads)
+        self.b, self.h = (self._points(n) for n in (sequences, range(problem.num_heads)))
         self.kinds = self._map(lengths)
         self.guarded = self._guarded(*lengths)
 
-    def _range(self, start: int, stop: int) -> Tensor:
-        return torch.arange(start, stop, device=self.device)
+    def _points(self, numbers: range) -> Span:
+        points = torch.arange(numbers.start, numbers.stop, device=self.device)
+        return Span(points, points, numbers.stop, 1)
 
     def _guarded(self, seqlen_q: int, seqlen_k: int) -> list[int]:
         """The loads whose indices are not known to be in range by intervals."""
-        if 0 in (len(self.b), len(self.h), seqlen_q, seqlen_k):
+        lines = [self.b, self.h, *(self._points(range(n)) for n in (seqlen_q, seqlen_k))]
+        if not all(len(line.first) for line in lines):
             return []
-        ends = (self.b[0], self.b[-1]), (self.h[0], self.h[-1])
-        zero = self.b.new_zeros(())
-        ranges = Ranges(*ends, (zero, zero + (seqlen_q - 1)), (zero, zero + (seqlen_k - 1)))
+        ranges = Ranges(*(Span(n.first[0], n.last[-1], n.end, len(n.first)) for n in lines))
         graph, places = self.functions.graph, self.buffers.places(self.functions.tensors)
         found = Intervals(graph, self.functions, self.buffers, ranges)
         loads = [n for n in graph.reachable(self.functions.roots) if graph.nodes[n].op == "load"]
@@ -58,10 +58,11 @@ class SegmentFunctions:
         rows, columns = (
             edges(n, block, self.device) for n, block in zip(lengths, (config.block_q, config.block_k))
         )
-        shape = len(rows[0]), len(columns[0])
-        if 0 in (len(self.b), len(self.h), *shape):
+        spans = (self.b, self.h, rows, columns)
+        counts = [len(span.first) for span in spans]
+        shape = counts[2:]
+        if 0 in counts:
             return torch.zeros(shape, dtype=torch.uint8, device="cpu")
-        spans = (self.b, self.b), (self.h, self.h), rows, columns
         kinds = tile_kinds(self.functions, self.buffers, *spans).flatten(0, 1)
         low, high = kinds.amin(0), kinds.amax(0)
         kinds = torch.where(low == FULL, FULL, high.clamp(max=PARTIAL))
@@ -90,9 +91,10 @@ class FunctionTile:
         self.segment, self.functions = segment, segment.functions
         i0, i1, j0, j1 = tile
         self.shape = by_head.shape
+        rows, keys = (torch.arange(*ends, device=segment.device) for ends in ((i0, i1), (j0, j1)))
         indices = (
-            segment.b.view(-1, 1, 1, 1), segment.h.view(1, -1, 1, 1),
-            segment._range(i0, i1).view(1, 1, -1, 1), segment._range(j0, j1).view(1, 1, 1, -1),
+            segment.b.first.view(-1, 1, 1, 1), segment.h.first.view(1, -1, 1, 1),
+            rows.view(1, 1, -1, 1), keys.view(1, 1, 1, -1),
         )  # fmt: skip
         score = None if self.functions.score is None else by_head.clone()
         self.values = Values(score, *indices, segment.dtype)

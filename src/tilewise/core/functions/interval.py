@@ -7,7 +7,7 @@ ends are NaN may be anything, NaN included; comparisons with it are never certai
 
 from __future__ import annotations
 
-import itertools
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -20,35 +20,50 @@ from tilewise.core.functions.expression import BOOL, FLOAT, INT, LENGTH, Functio
 Interval = tuple[Tensor, Tensor]
 UNKNOWN = 1 << 61  # ends of integers that nothing is known of; their sum does not overflow
 ROUNDING = 1e-6  # of float32, for each operation
-MAX_PLACES = 64  # of a tensor, that one index of several ranges may read; more: all of it counts
+MAX_PLACES = 64  # of a tensor, that one load of several ranges may read; more: all of it counts
+MAX_GATHERED = 1 << 22  # numbers, of all ranges of a load
+
+
+class Span(NamedTuple):
+    """Ranges of positions, and what is known of all of them without asking a GPU."""
+
+    first: Tensor
+    last: Tensor
+    end: int  # all are below
+    widest: int  # no range has more positions
 
 
 class Ranges(NamedTuple):
     """First and last b, h, i and j of some tiles, int64, each in a dimension of its own."""
 
-    b: Interval
-    h: Interval
-    i: Interval
-    j: Interval
+    b: Span
+    h: Span
+    i: Span
+    j: Span
 
     @classmethod
     def whole(cls, batch: int, heads: int, seqlen_q: int, seqlen_k: int) -> Ranges:
         """The only tile of a problem."""
-        first, *last = (
-            torch.tensor(n, device="cpu") for n in (0, batch - 1, heads - 1, seqlen_q - 1, seqlen_k - 1)
-        )
-        ends = ((first, n) for n in last)
-        return cls(*ends)
+        sizes = (batch, heads, seqlen_q, seqlen_k)
+        first, *last = (torch.tensor(n, device="cpu") for n in (0, *(n - 1 for n in sizes)))
+        return cls(*(Span(first, n, size, size) for n, size in zip(last, sizes)))
 
 
 class Intervals:
     """The intervals of a graph's nodes. `buffers`: None where captured numbers may be anything.
 
+    Args:
+        guarded: the loads whose indices may be negative or out of range; None: any may.
+
     Attributes:
         may_be_outside: where an index of a load that was computed may be out of range.
     """
 
-    def __init__(self, graph: Graph, functions: Functions, buffers: Buffers | None, ranges: Ranges) -> None:
+    def __init__(
+        self, graph: Graph, functions: Functions, buffers: Buffers | None, ranges: Ranges,
+        guarded: frozenset[int] | None = None,
+    ) -> None:  # fmt: skip
+        self.guarded = guarded
         self.graph, self.functions, self.buffers, self.ranges = graph, functions, buffers, ranges
         self.device = ranges.i[0].device
         self.places = [] if buffers is None else buffers.places(functions.tensors)
@@ -71,7 +86,8 @@ class Intervals:
         if node.op == "load":
             return self._load(n)
         if node.op in ("b", "h", "i", "j"):
-            return getattr(self.ranges, node.op)  # type: ignore[no-any-return]
+            span: Span = getattr(self.ranges, node.op)
+            return span.first, span.last
         if node.op in (BOOL, INT, FLOAT):
             return _cast(args[0], kinds[0], node.op)
         if node.op == "where":
@@ -106,10 +122,14 @@ class Intervals:
             self.may_be_outside = torch.ones_like(self.may_be_outside)
             return self._anything(kind)
         table = buffer.detach()[begin : begin + size].view(shape)
-        for (low, high), extent in zip((self.known[a] for a in node.args), shape):
-            self.may_be_outside = self.may_be_outside | (low < -extent) | (high >= extent)
-        indices = [_index(self.known[a], extent) for a, extent in zip(node.args, shape)]
-        found = _least_and_greatest(table, indices)
+        indices = [self.known[a] for a in node.args]
+        if self.guarded is None or n in self.guarded:
+            for (low, high), extent in zip(indices, shape):
+                self.may_be_outside = self.may_be_outside | (low < -extent) | (high >= extent)
+            indices = [_index(x, extent) for x, extent in zip(indices, shape)]
+        names = (self.graph.nodes[a].op for a in node.args)
+        spans: list[Span | None] = [getattr(self.ranges, name, None) for name in names]
+        found = _least_and_greatest(table, indices, [span and span.widest for span in spans])
         return (
             _cast(found, INT, BOOL)
             if kind == BOOL
@@ -129,36 +149,46 @@ def _index(index: Interval, size: int) -> Interval:
     return first.clamp(0, size - 1), last.clamp(0, size - 1)
 
 
-def _least_and_greatest(table: Tensor, indices: list[Interval]) -> Interval:
-    """Of table at ranges of indices, one pair for each dimension."""
-    runs, widths = zip(*map(_runs, indices, table.shape), strict=True) if indices else ((), ())
-    ranged = [n for n, width in enumerate(widths) if width > 1]
+def _least_and_greatest(table: Tensor, indices: list[Interval], widths: list[int | None]) -> Interval:
+    """Of table at ranges of indices, one pair for each dimension; their greatest widths, where known."""
+    runs, ranged = {}, {}
+    for n, ((low, high), width, size) in enumerate(zip(indices, widths, table.shape, strict=True)):
+        if low is not high and width is None:
+            runs[n], width = _runs(low, high, size)
+        if low is not high and width != 1:
+            ranged[n] = width or 1
     if not ranged:
-        found = table[tuple(low for low, _ in indices)] if indices else table
-        return found, found
+        number = table[tuple(low for low, _ in indices)] if indices else table
+        return number, number
+    steps, tiles = math.prod(ranged.values()), torch.broadcast_tensors(*(low for low, _ in indices))[0]
+    if steps <= MAX_PLACES or steps * tiles.numel() <= MAX_GATHERED:
+        return _gathered(table, indices, ranged)
     if len(ranged) == 1:
-        axis = ranged[0]
+        (axis,) = ranged
         others = [low for n, (low, _) in enumerate(indices) if n != axis]
-        return _range_extremes(table.movedim(axis, -1), others, *indices[axis], runs[axis])
-    if torch.Size(widths).numel() <= MAX_PLACES:
-        steps = itertools.product(*(range(w) for w in widths))
-        reached = [
-            table[tuple(minimum_of(low + step, high) for step, (low, high) in zip(at, indices))]
-            for at in steps
-        ]
-        stacked = torch.stack(torch.broadcast_tensors(*reached))
-        return stacked.amin(0), stacked.amax(0)
+        known = runs.get(axis) or [1 << n for n in range(ranged[axis].bit_length())]
+        return _range_extremes(table.movedim(axis, -1), others, *indices[axis], known)
     return table.amin(), table.amax()
 
 
-def _runs(index: Interval, size: int) -> tuple[list[int], int]:
+def _gathered(table: Tensor, indices: list[Interval], widths: dict[int, int]) -> Interval:
+    """By every number that a range reaches; widths: of the dimensions that have ranges."""
+    places = []
+    for n, (low, high) in enumerate(indices):
+        low, high = (x.view(*x.shape, *(1 for _ in widths)) for x in (low, high))
+        if n in widths:
+            step = torch.arange(widths[n], device=low.device)
+            after = [1 for axis in widths if axis > n]
+            low = minimum_of(low + step.view(-1, *after), high)
+        places.append(low)
+    return torch.aminmax(table[tuple(places)].flatten(-len(widths)), dim=-1)
+
+
+def _runs(low: Tensor, high: Tensor, size: int) -> tuple[list[int], int]:
     """(the powers of 2 that are the longest to fit some range, the width of the widest), of a tensor's size.
 
     A GPU is waited for once; not while a graph is captured, where they may be all.
     """
-    low, high = index
-    if low is high:
-        return [1], 1
     if low.is_cuda and torch.cuda.is_current_stream_capturing():
         return [1 << n for n in range(size.bit_length())], size
     widths = (high - low + 1).flatten()
@@ -376,8 +406,7 @@ def wide_integers(graph: Graph, functions: Functions) -> frozenset[int]:
         >>> [found.graph.nodes[n].op for n in wide_integers(found.graph, found)]
         ['mul']
     """
-    zero, last = (torch.tensor(n, device="cpu") for n in (0, LENGTH - 1))
-    found = Intervals(graph, functions, None, Ranges(*((zero, last),) * 4))
+    found = Intervals(graph, functions, None, Ranges.whole(*(LENGTH,) * 4))
     wide = set()
     for n, node in enumerate(graph.nodes):
         if node.kind == INT and node.op != "dot_load":

@@ -7,31 +7,30 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from tilewise.core.functions.captured import guarded_loads
 from tilewise.core.functions.evaluate import Buffers, Evaluator, Values
 from tilewise.core.functions.expression import Functions
-from tilewise.core.functions.interval import Interval, Intervals, Ranges
+from tilewise.core.functions.interval import Interval, Intervals, Ranges, Span
 
 EMPTY, PARTIAL, FULL = 0, 1, 2
 TILES_AT_ONCE = 1 << 20  # whose intervals are in memory together
 PART = 16  # rows and columns of the parts that a tile is looked at by
 
 
-def edges(n: int, block: int, device: torch.device | str | None = None) -> Interval:
-    """First and last positions of blocks of a length n."""
+def edges(n: int, block: int, device: torch.device | str | None = None) -> Span:
+    """The blocks of a length n."""
     first = torch.arange(0, n, block, device=device)
-    return first, first if block == 1 else (first + (block - 1)).clamp(max=n - 1)
+    return Span(first, first if block == 1 else (first + (block - 1)).clamp(max=n - 1), n, block)
 
 
-def tile_kinds(
-    functions: Functions, buffers: Buffers | None, b: Interval, h: Interval, i: Interval, j: Interval
-) -> Tensor:
+def tile_kinds(functions: Functions, buffers: Buffers | None, b: Span, h: Span, i: Span, j: Span) -> Tensor:
     """EMPTY, PARTIAL or FULL of every tile that the ranges of b, h, i and j span.
 
     EMPTY and FULL are certain: no key, or every key, is visible to every query of the tile, and no index of a
     FULL one is out of range. A key is hidden too where the score function makes its score -inf for certain.
 
     Args:
-        b, h, i, j: the first and last positions of each range: pairs of 1-D int64 tensors.
+        b, h, i, j: ranges, whose first and last positions are 1-D int64 tensors.
 
     Returns:
         uint8 [ranges of b, of h, of i, of j]; of size 1 where the functions don't depend on an index.
@@ -45,7 +44,7 @@ def tile_kinds(
     """
     needs = functions.hides_by
     spans = {"b": b, "h": h, "i": i, "j": j}
-    sizes = [len(span[0]) if name in needs else 1 for name, span in spans.items()]
+    sizes = [len(span.first) if name in needs else 1 for name, span in spans.items()]
     kinds = torch.empty(sizes, dtype=torch.uint8, device=i[0].device)
     for rows in _chunks(sizes):
         ranges = [_within(span, n, name in needs, rows) for n, (name, span) in enumerate(spans.items())]
@@ -70,24 +69,29 @@ def _chunks(sizes: list[int]) -> Iterator[tuple[slice, slice, slice]]:
                 )
 
 
-def _within(span: Interval, axis: int, is_needed: bool, rows: tuple[slice, ...]) -> Interval:
+def _within(span: Span, axis: int, is_needed: bool, rows: tuple[slice, ...]) -> Span:
     """The part of a span, in its own dimension of four; all of it as one range where it is not needed."""
     shape = [1, 1, 1, 1]
     shape[axis] = -1
-    first, last = span
+    first, last, end, widest = span
     if first is last and (is_needed or len(first) == 1):  # points, as `interval` knows by their being one
         first = (first[rows[axis]] if axis < 3 else first).view(shape)
-        return first, first
+        return Span(first, first, end, widest)
     if not is_needed and len(first):
-        first, last = first[:1], last[-1:]
+        first, last, widest = first[:1], last[-1:], end
     elif axis < 3:
         first, last = first[rows[axis]], last[rows[axis]]
-    return first.view(shape), last.view(shape)
+    return Span(first.view(shape), last.view(shape), end, widest)
 
 
 def _visible(functions: Functions, buffers: Buffers | None, ranges: Ranges) -> Interval:
     """Whether keys are always visible, and whether sometimes."""
-    intervals = Intervals(functions.graph, functions, buffers, ranges)
+    guarded = None
+    if buffers is not None:
+        shapes = tuple(shape for _, shape in buffers.places(functions.tensors))
+        extent = tuple(span.end for span in ranges)
+        guarded = guarded_loads(functions, shapes, extent)  # type: ignore[arg-type]
+    intervals = Intervals(functions.graph, functions, buffers, ranges, guarded)
     always = sometimes = torch.ones((), dtype=torch.bool, device=ranges.i[0].device)
     if functions.mask is not None:
         always, sometimes = intervals(functions.mask)
@@ -98,7 +102,7 @@ def _visible(functions: Functions, buffers: Buffers | None, ranges: Ranges) -> I
 
 
 def refined(
-    kinds: Tensor, functions: Functions, buffers: Buffers, b: Interval, h: Interval, i: Interval, j: Interval
+    kinds: Tensor, functions: Functions, buffers: Buffers, b: Span, h: Span, i: Span, j: Span
 ) -> Tensor:
     """`tile_kinds` of a mask function at single b and h, in which PARTIAL is certain too.
 
@@ -106,7 +110,7 @@ def refined(
     """
     kinds = kinds.clone()
     unsure = (kinds == PARTIAL).nonzero()
-    widths = [int((last - first).max()) + 1 for first, last in (b, h, i, j)]
+    widths = [span.widest for span in (b, h, i, j)]
     for size in (PART, 1):
         starts = [torch.arange(0, width, size, device=kinds.device) for width in widths]
         left = [unsure[:0]]
@@ -127,20 +131,20 @@ def refined(
     return kinds
 
 
-def _parts(span: Interval, n: Tensor, start: Tensor, size: int, axis: int) -> Interval:
+def _parts(span: Span, n: Tensor, start: Tensor, size: int, axis: int) -> Span:
     """Ranges of at most `size` positions of the n-th ranges of a span: [tiles, parts], in five dimensions."""
-    first, last = (t[n][:, None] for t in span)
+    first, last = (t[n][:, None] for t in (span.first, span.last))
     first = torch.minimum(first + start, last)
     last = torch.minimum(first + (size - 1), last)
     shape = [len(n), 1, 1, 1, 1]
     shape[axis + 1] = len(start)
-    return first.view(shape), last.view(shape)
+    return Span(first.view(shape), last.view(shape), span.end, size)
 
 
 def _elements(functions: Functions, buffers: Buffers, ranges: Ranges) -> Interval:
     """`_visible` of ranges that are single positions."""
     assert functions.mask is not None
-    b, h, i, j = (first for first, _ in ranges)
+    b, h, i, j = (span.first for span in ranges)
     values = Values(None, b, h, i, j, torch.float32)
     visible = Evaluator(functions.graph, functions, buffers, values)(functions.mask)
     return visible, visible

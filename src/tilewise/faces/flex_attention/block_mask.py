@@ -106,7 +106,7 @@ def create_block_mask(
     steps = (1, 1, *blocks)
     spans = [edges(n, step, device) for n, step in zip(sizes.values(), steps)]
     kinds = refined(tile_kinds(found.functions, buffers, *spans), found.functions, buffers, *spans)
-    kinds = kinds.expand([len(first) for first, _ in spans]).clone()
+    kinds = kinds.expand([len(span.first) for span in spans]).clone()
     for axis, (n, step) in enumerate(zip(sizes.values(), steps)):
         if n % step:  # PyTorch has it that a block which ends behind the last position is not full
             kinds.select(axis, -1).clamp_(max=PARTIAL)

@@ -31,7 +31,10 @@ def scan_mask_kernel(
     offsets = row.to(tl.int64)[:, None] * stride_row + key.to(tl.int64)[None, :] * stride_key
     exists = (row < rows)[:, None] & (key < keys)[None, :]
     seen = (tl.load(first + offsets, mask=exists, other=1) != 0).to(tl.int32)
-    store_tile(seen, exists, key < keys, number, states, bits, WARPGROUPS, BLOCK_N)
+    eights = tl.reshape(seen, [WARPGROUPS * ROWS, BLOCK_N // 8, 4, 2])
+    bit = 2 * tl.arange(0, BLOCK_N // 8)[:, None, None] + tl.arange(0, 2)[None, None, :]
+    words = tl.sum(tl.sum(eights << bit[None, :, :, :], 3), 1)  # [rows, 4]
+    store_tile(words, row < rows, keys - tile_k * BLOCK_N, number, states, bits, WARPGROUPS, BLOCK_N)
 
 
 FUNCTION_INTEGERS = ("seqlen_q", "seqlen_k", "heads", "row_tiles", "rows", "columns", "column_tiles")
@@ -42,39 +45,50 @@ def scan_function_kernel(
     captured, states, bits, seqlen_q, seqlen_k, heads, row_tiles, rows, columns, column_tiles,
     WARPGROUPS: tl.constexpr, BLOCK_N: tl.constexpr, IS_TRANSPOSED: tl.constexpr, MASK: tl.constexpr,
 ):  # fmt: skip
-    """`scan_mask_kernel` of a mask function, MASK, with queries as rows or, transposed, keys."""
+    """`scan_mask_kernel` of a mask function, MASK, with queries as rows or, transposed, keys.
+
+    A thread makes whole words, so that no two need to talk about a score.
+    """
     number = tl.program_id(0)
     tile, map_row = number % column_tiles, number // column_tiles
     tile_r, bh = map_row % row_tiles, map_row // row_tiles
-    row = tile_r * (WARPGROUPS * ROWS) + tl.arange(0, WARPGROUPS * ROWS)
-    column = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    row = (tile_r * (WARPGROUPS * ROWS) + tl.arange(0, WARPGROUPS * ROWS))[:, None]
     seq = Place(bh // heads, bh % heads, seqlen_q, seqlen_k)
-    if IS_TRANSPOSED:
-        visible, _ = MASK(column[None, :], row[:, None], seq, captured)
-    else:
-        visible, _ = MASK(row[:, None], column[None, :], seq, captured)
-    exists = (row < rows)[:, None] & (column < columns)[None, :]
-    seen = tl.where(exists, (visible != 0).to(tl.int32), 1)
-    store_tile(seen, exists, column < columns, number, states, bits, WARPGROUPS, BLOCK_N)
+    words = tl.zeros([WARPGROUPS * ROWS, 4], tl.int32)
+    for bit in range(BLOCK_N // 4):
+        column = (tile * BLOCK_N + bit // 2 * 8 + bit % 2 + 2 * tl.arange(0, 4))[None, :]
+        if IS_TRANSPOSED:
+            visible, _ = MASK(column, row, seq, captured)
+        else:
+            visible, _ = MASK(row, column, seq, captured)
+        seen = tl.where((row < rows) & (column < columns), (visible != 0).to(tl.int32), 1)
+        words |= seen << bit
+    row_exists = tl.reshape(row < rows, [WARPGROUPS * ROWS])
+    store_tile(words, row_exists, columns - tile * BLOCK_N, number, states, bits, WARPGROUPS, BLOCK_N)
 
 
 @triton.jit
 def store_tile(
-    seen, exists, key_exists, number, states, bits, WARPGROUPS: tl.constexpr, BLOCK_N: tl.constexpr
+    words, row_exists, keys, number, states, bits, WARPGROUPS: tl.constexpr, BLOCK_N: tl.constexpr
 ):
-    """The bits and the state of the tile of that number; seen: 1 at visible keys, and past the end."""
-    eights = tl.reshape(seen, [WARPGROUPS * ROWS, BLOCK_N // 8, 4, 2])
-    bit = 2 * tl.arange(0, BLOCK_N // 8)[:, None, None] + tl.arange(0, 2)[None, None, :]
-    words = tl.sum(tl.sum(eights << bit[None, :, :, :], 3), 1)  # [rows, 4]
-    place = tl.arange(0, WARPGROUPS * ROWS)[:, None] * 4 + tl.arange(0, 4)[None, :]
-    words = words.to(bits.dtype.element_ty)
-    tl.store(bits + number.to(tl.int64) * (WARPGROUPS * ROWS * 4) + place, words)
+    """The bits and the state of the tile of that number, of whose keys the first `keys` exist.
 
-    sees_all = tl.reshape(tl.min(seen, 1), [WARPGROUPS, ROWS])
-    sees_some = tl.reshape(tl.max(seen * key_exists[None, :].to(tl.int32), 1), [WARPGROUPS, ROWS])
+    words: [rows, 4], bits of visible keys, and of rows and keys past the end.
+    """
+    thread = tl.arange(0, 4)[None, :]
+    place = tl.arange(0, WARPGROUPS * ROWS)[:, None] * 4 + thread
+    tl.store(bits + number.to(tl.int64) * (WARPGROUPS * ROWS * 4) + place, words.to(bits.dtype.element_ty))
+
+    bit = tl.arange(0, BLOCK_N // 4)[:, None]
+    key_exists = bit // 2 * 8 + bit % 2 + 2 * thread < keys
+    real = tl.sum(key_exists.to(tl.int32) << bit, 0)[None, :]  # [1, 4], the bits of keys
+    full = tl.sum(tl.full([BLOCK_N // 4, 4], 1, tl.int32) << bit, 0)[None, :]
+    sees_all = tl.reshape(tl.min((words == full).to(tl.int32), 1), [WARPGROUPS, ROWS])
+    seen = tl.max((words & real != 0).to(tl.int32), 1)
+    sees_some = tl.reshape(seen, [WARPGROUPS, ROWS])
     w = tl.arange(0, WARPGROUPS)
     flags = tl.sum((1 - tl.min(sees_all, 1)) << w, 0) + tl.sum(tl.min(sees_some, 1) << (WARPGROUPS + w), 0)
-    is_visited = tl.max(tl.max(seen * exists.to(tl.int32), 1), 0)
+    is_visited = tl.max(seen * row_exists.to(tl.int32), 0)
     tl.store(states + number, flags + (is_visited << SHIFT))
 
 

@@ -191,7 +191,7 @@ def scan_function_launch(
     counts = (heads, row_tiles, rows, lengths[1], -(-lengths[1] // block_n))
     constants = (warpgroups, block_n, is_transposed, helpers(kernel).mask)
     arguments = (captured, states, bits, *call_lengths, *counts, *constants)
-    return Launch(scan_function_kernel, states.shape[0], arguments, num_warps=block_n // 8)
+    return Launch(scan_function_kernel, states.shape[0], arguments, num_warps=4)
 
 
 def list_launch(key_tiles: int, tensors: Tensors) -> Launch:

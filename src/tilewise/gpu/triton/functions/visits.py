@@ -57,10 +57,9 @@ def _kinds_of_ranges(visibility: Visibility, block_q: int, block_k: int, device:
     A tile with rows or columns that don't exist is not FULL.
     """
     v, seqlen_k = visibility, visibility.seqlen_k
-    (q0, q_last), (k0, k_last) = (
-        edges(n, b, device) for n, b in ((v.seqlen_q, block_q), (seqlen_k, block_k))
-    )
-    q0, q_last, k0, k_last = q0[:, None] + v.offset, q_last[:, None] + v.offset, k0[None], k_last[None]
+    rows, columns = edges(v.seqlen_q, block_q, device), edges(seqlen_k, block_k, device)
+    q0, q_last = rows.first[:, None] + v.offset, rows.last[:, None] + v.offset
+    k0, k_last = columns.first[None], columns.last[None]
     some = torch.ones((q0.shape[0], k0.shape[1]), dtype=torch.bool, device=device)
     every = (q_last - q0 == block_q - 1) & (k_last - k0 == block_k - 1)
     if v.left is not None:
