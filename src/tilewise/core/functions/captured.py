@@ -1,7 +1,8 @@
 """Captured tensors on their way to kernels: one buffer of floats, one of integers, and where each begins.
 
 So operators and kernels take three tensors, whatever a function captures, and the gradient of the floats is
-one tensor too. Autograd cuts it up again, as it has seen them put together.
+one tensor too. Autograd cuts it up again, as it has seen them put together. Before there are numbers, the
+shapes of a call tell which indices may be wrong, and what 32 bits may not hold.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from tilewise.core.functions import interval
 from tilewise.core.functions.evaluate import Buffers
-from tilewise.core.functions.expression import FLOAT, Functions
+from tilewise.core.functions.expression import FLOAT, INT, LENGTH, Functions, Graph
 from tilewise.core.functions.trace import Trace, line_of_load
 from tilewise.core.kept import kept, kept_on_device
 
@@ -150,3 +151,27 @@ def out_of_range(functions: Functions, n: int, dimension: int, index: int, shape
         f"index {index} in dimension {dimension} of a captured tensor of shape {shape} is out of range "
         f"(line {line_of_load(functions, n)})"
     )
+
+
+INT32 = 1 << 31
+
+
+def wide_integers(graph: Graph, functions: Functions) -> frozenset[int]:
+    """The integer nodes that 32 bits may not hold; captured integers, of which nothing is known, among them.
+
+    `graph`: the functions' own, or one with more nodes, as their derivative has.
+
+    Example:
+        >>> from tilewise.core.functions.trace import trace
+        >>> found = trace(lambda b, h, i, j: (i - j) % 7 == j * 4, None).functions
+        >>> [found.graph.nodes[n].op for n in wide_integers(found.graph, found)]
+        ['mul']
+    """
+    found = interval.Intervals(graph, functions, None, interval.Ranges.whole(*(LENGTH,) * 4))
+    wide = set()
+    for n, node in enumerate(graph.nodes):
+        if node.kind == INT and node.op != "dot_load":
+            low, high = found(n)
+            if int(low.min()) < -INT32 or int(high.max()) >= INT32:
+                wide.add(n)
+    return frozenset(wide)

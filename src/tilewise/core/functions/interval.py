@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from tilewise.core.functions.evaluate import Buffers, minimum_of
-from tilewise.core.functions.expression import BOOL, FLOAT, INT, LENGTH, Functions, Graph
+from tilewise.core.functions.expression import BOOL, FLOAT, INT, Functions, Graph
 
 Interval = tuple[Tensor, Tensor]
 UNKNOWN = 1 << 61  # ends of integers that nothing is known of; their sum does not overflow
@@ -390,27 +390,3 @@ _FLOATS: dict[str, Callable[..., Interval]] = _BOTH | {
         "exp", "log", "log1p", "expm1", "tanh", "sqrt", "erf", "floor", "ceil", "round", "trunc",
     )},
 }  # fmt: skip
-
-
-INT32 = 1 << 31
-
-
-def wide_integers(graph: Graph, functions: Functions) -> frozenset[int]:
-    """The integer nodes that 32 bits may not hold; captured integers, of which nothing is known, among them.
-
-    `graph`: the functions' own, or one with more nodes, as their derivative has.
-
-    Example:
-        >>> from tilewise.core.functions.trace import trace
-        >>> found = trace(lambda b, h, i, j: (i - j) % 7 == j * 4, None).functions
-        >>> [found.graph.nodes[n].op for n in wide_integers(found.graph, found)]
-        ['mul']
-    """
-    found = Intervals(graph, functions, None, Ranges.whole(*(LENGTH,) * 4))
-    wide = set()
-    for n, node in enumerate(graph.nodes):
-        if node.kind == INT and node.op != "dot_load":
-            low, high = found(n)
-            if int(low.min()) < -INT32 or int(high.max()) >= INT32:
-                wide.add(n)
-    return frozenset(wide)

@@ -23,10 +23,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from tilewise.core.functions.captured import guarded_loads
+from tilewise.core.functions.captured import guarded_loads, wide_integers
 from tilewise.core.functions.derivative import derivative
 from tilewise.core.functions.expression import BOOL, FLOAT, FUNCTIONS, INT, Functions, Graph, decode
-from tilewise.core.functions.interval import wide_integers
 from tilewise.gpu.functions.axes import COLUMNS, DIAGONALS, EACH, NONE, ROWS, axes_of_load
 
 Shapes = tuple[tuple[int, ...], ...]

@@ -13,9 +13,9 @@ import functools
 import operator
 from typing import Any
 
+from tilewise.core.functions.captured import wide_integers
 from tilewise.core.functions.derivative import derivative
 from tilewise.core.functions.expression import BOOL, FLOAT, decode
-from tilewise.core.functions.interval import wide_integers
 from tilewise.core.functions.tile_map import EMPTY, FULL
 from tilewise.cpu.dsl.control import loop, when
 from tilewise.cpu.dsl.lanes import any_lane
