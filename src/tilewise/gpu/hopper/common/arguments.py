@@ -186,10 +186,13 @@ class Packing(NamedTuple):
 
 
 class RowTargets(NamedTuple):
-    """Where the forward stores what belongs to a row, each like lse; None for what is not wanted."""
+    """Where the forward stores what belongs to a row, each like lse; None for statistics not asked for."""
 
     lse: Any
-    residual: Any  # what rounding took from lse
+    residual: (
+        Any  # what rounding took from lse, if has_residual is not 0: training and evaluation share a kernel
+    )
+    has_residual: Any
     row_max: Any
     entropy: Any
 

@@ -11,7 +11,6 @@ from tilewise.gpu.hopper.common.softmax import (
     exp2,
     finite_or_zero,
     log2,
-    log2_parts,
     partial_sums,
     reciprocal,
 )
@@ -41,7 +40,7 @@ def store_rows(
     """Normalize, and store O (staged in the slot of Q, which is no longer needed), lse and statistics."""
     if cfg.WATCHES:
         store_watched(m, l, watched, row, work, targets, sinks, sizes, factors, cfg)
-    factor = store_lse(m, l, row, work, targets.lse, targets.residual, sinks, sizes, factors, cfg, headroom)
+    factor = store_lse(m, l, row, work, targets, sinks, sizes, factors, cfg, headroom)
     if cfg.HAS_DROPOUT:
         factor = factor * extras.inverse_keep
     acc = rescaled(acc, factor)  # [64, BLOCK_DV]
@@ -87,9 +86,7 @@ def store_watched(m, l, watched, row, work, targets, sinks, sizes, factors, cfg:
 
 
 @gluon.jit
-def store_lse(
-    m, l, row, work, lse_ptr, residual_ptr, sinks, sizes, factors, cfg: gl.constexpr, headroom=0.0
-):  # fmt: skip
+def store_lse(m, l, row, work, targets, sinks, sizes, factors, cfg: gl.constexpr, headroom=0.0):
     """Store lse, and if asked its residual; what O is to be multiplied by: 0 in rows that see no key."""
     l = gl.convert_layout(gl.sum(l, 1), row_layout(cfg.BLOCK_N), assert_trivial=True)
     stat, head, inside = row_places(row, work, sizes, cfg)
@@ -103,13 +100,10 @@ def store_lse(
         m = m_with_sink
     if factors is None:  # 8-bit: the maximum is followed, so l is at most the number of keys
         lse = (m + log2(l)) * LN_2
-    elif residual_ptr is None:
-        whole, log2_rest = log2_parts(l)
-        lse = ((m + whole) + log2_rest) * LN_2
     else:
         lse, residual = exact_lse(m, l, factors, headroom)
-        gl.store(residual_ptr + stat, residual, mask=inside)
-    gl.store(lse_ptr + stat, lse, mask=inside)
+        gl.store(targets.residual + stat, residual, mask=inside & (targets.has_residual != 0))
+    gl.store(targets.lse + stat, lse, mask=inside)
     return gl.where(l == 0.0, 0.0, factor * reciprocal(l))
 
 

@@ -207,9 +207,9 @@ MASK_STRIDES = ("mask_stride_batch", "mask_stride_head", "mask_stride_tile")
 EXTRA_INTEGERS = ("dropout_addend", "dropout_either", "slopes_stride", "bias_batch", "bias_head", "bias_row")
 
 
-@gluon.jit(do_not_specialize=[*Sizes._fields, *MASK_STRIDES, *EXTRA_INTEGERS])
+@gluon.jit(do_not_specialize=["has_residual", *Sizes._fields, *MASK_STRIDES, *EXTRA_INTEGERS])
 def attn_fwd_kernel(
-    q_desc, k_desc, v_desc, o_desc, lse_ptr, residual_ptr, row_max_ptr, entropy_ptr, sinks,
+    q_desc, k_desc, v_desc, o_desc, lse_ptr, residual_ptr, has_residual, row_max_ptr, entropy_ptr, sinks,
     cu_seqlens_q, cu_seqlens_k, order, first_tile, counter,
     seqlens_k, page_table, errors,
     batch, seqlen_q, seqlen_k, group_size, num_bh, num_tiles, l2_swizzle, window_left, window_right,
@@ -218,8 +218,8 @@ def attn_fwd_kernel(
     dropout_seed, dropout_addend, dropout_either, inverse_keep, slopes, slopes_stride,
     bias, bias_batch, bias_head, bias_row, captured, score_unit, cfg: gl.constexpr,
 ):  # fmt: skip
-    """out, lse and, unless None, residual, row_max and entropy of every query tile; integers: `Sizes`."""
-    targets = RowTargets(lse_ptr, residual_ptr, row_max_ptr, entropy_ptr)
+    """out, lse, residual if has_residual, and, unless None, row_max and entropy; integers: `Sizes`."""
+    targets = RowTargets(lse_ptr, residual_ptr, has_residual, row_max_ptr, entropy_ptr)
     sizes = Sizes(
         batch, seqlen_q, seqlen_k, group_size, num_bh, num_tiles, l2_swizzle, window_left, window_right,
         rows_k, rows_v, stride_page_table, num_pages,
