@@ -313,7 +313,7 @@ def test_hopper_leaves_the_gradient_of_a_bias_to_another_kernel(shape, layout, r
     for needs_gradient in (False, True):
         launches.clear()
         call = (Options(causal=True), "hopper", Request(), needs_gradient, 1, layout)
-        entry = plans._make_backward(Signature("backward", *seen, False, *call), ())
+        entry = plans._make_backward(Signature("backward", *seen, False, *call))
         grads = plans.run(entry, inputs, results, dout, None)
         assert [g.shape for g in grads[:3]] == [t.shape for t in inputs[:3]]
         modules = [launch.kernel.__module__.split(".")[2] for launch in launches]

@@ -21,7 +21,6 @@ MODULES = {
 }
 # Of backends whose backward leaves the gradient of a bias to a kernel of another.
 BIAS_GRADIENTS = {"hopper": "triton"}
-COMPILED_AHEAD = {"hopper", "triton"}  # whose kernels take seconds to compile: all of a call at once
 
 
 @functools.cache

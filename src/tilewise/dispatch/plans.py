@@ -34,10 +34,9 @@ from tilewise.core.signature import (
 )
 from tilewise.core.torch_private import alike
 from tilewise.core.values import check_values
-from tilewise.dispatch.choice import BIAS_GRADIENTS, COMPILED_AHEAD, choose, load
+from tilewise.dispatch.choice import BIAS_GRADIENTS, choose, load
 from tilewise.gpu.functions.distances import with_bias_of_distances
 from tilewise.gpu.launch import launch_plan
-from tilewise.gpu.launch.ahead import compile_ahead
 
 MAX_PLANS = 2048
 NUM_INPUTS = len(Inputs._fields)
@@ -72,7 +71,7 @@ _lock = threading.Lock()
 
 
 def find(
-    direction: str, tensors: Tensors, call: tuple[Any, ...], make: Callable[[Signature, Tensors], Entry]
+    direction: str, tensors: Tensors, call: tuple[Any, ...], make: Callable[[Signature], Entry]
 ) -> Entry:
     """The plan of a call. Those not used for the longest time make room for new ones.
 
@@ -93,9 +92,9 @@ def find(
     except (AttributeError, RuntimeError) as error:  # no tensor, or a nested one
         raise NoMemory from error
     except TypeError:  # an option that cannot be hashed is of a wrong type: the checks name it
-        make(_signature(direction, tensors, call), tensors)
+        make(_signature(direction, tensors, call))
         raise
-    entry = make(signature := _signature(direction, tensors, call), tensors)
+    entry = make(signature := _signature(direction, tensors, call))
     seen = (*signature.inputs, *signature.results)
     entry.matches = matcher(tensors, seen, _sees_grad(direction), signature.shares_memory)
     entry.last_use = next(_clock)
@@ -195,26 +194,21 @@ def forward_plan(
     return find("forward", inputs, call, _make_forward)
 
 
-def _make_forward(signature: Signature, tensors: Tensors) -> Entry:
+def _make_forward(signature: Signature) -> Entry:
     signature = as_bshd(signature)
     problem = describe_signature(signature)
-    name, saves = choose(problem, signature.backend), Saves(False)
-    served = [(name, problem, "forward")]
-    if problem.needs_grad:  # what the backward reads if lse gets no gradient
-        differentiated = replace(of_gradient(problem), needs_grad=False, lse_needs_grad=False)
-        other = choose(differentiated, signature.backend, is_backward=True)
-        saves = load(other).saves(differentiated)
-        served += [(other, differentiated, "backward")] if saves.results else []
+    name = choose(problem, signature.backend)
+    saves = saved_for(problem, signature.backend) if problem.needs_grad else Saves(False)
     request = signature.request
     request = request._replace(lse=request.lse or saves.results, residual=request.residual or saves.residual)
     signature = signature._replace(request=request)
-
-    def make() -> list[Plan]:
-        return [load(name).plan(given, signature._replace(direction=way)) for name, given, way in served]
-
-    if COMPILED_AHEAD.issuperset(name for name, *_ in served):
-        compile_ahead(problem, signature, tensors, make)
     return Entry(fitted(load(name).plan(problem, signature), signature), signature, name, saves)
+
+
+def saved_for(problem: AttentionProblem, backend: str | None) -> Saves:
+    """What the backward of a problem reads of its forward's results, if lse gets no gradient."""
+    backward = replace(of_gradient(problem), needs_grad=False, lse_needs_grad=False)
+    return load(choose(backward, backend, is_backward=True)).saves(backward)  # type: ignore[no-any-return]
 
 
 def backward_plan(
@@ -234,7 +228,7 @@ def backward_plan(
     return find("backward", (*inputs, *results, dout, dlse), call, _make_backward)
 
 
-def _make_backward(signature: Signature, tensors: Tensors) -> Entry:
+def _make_backward(signature: Signature) -> Entry:
     signature = as_bshd(signature)
     problem = describe_signature(signature)
     name = choose(problem, signature.backend, is_backward=True)

@@ -15,7 +15,7 @@ import torch
 from tilewise.core.checks import shown
 from tilewise.core.plan import Results, Watched
 from tilewise.core.problem import AttentionProblem, Inputs, Options, describe_signature
-from tilewise.core.signature import Request, Signature, Tensors
+from tilewise.core.signature import Request, Signature
 from tilewise.core.statistics import NOTHING, Aux, Measured, merged
 from tilewise.dispatch import plans
 from tilewise.dispatch.capability import BACKENDS, FORWARD, refusal
@@ -127,7 +127,7 @@ class Passes(NamedTuple):
         return merged(plan.run(*arguments) for plan in self.plans)
 
 
-def _make(signature: Signature, tensors: Tensors) -> plans.Entry:
+def _make(signature: Signature) -> plans.Entry:
     problem, aux = describe_signature(signature), signature.aux
     shares: dict[str, list[str]] = {}
     for statistic in aux.names:

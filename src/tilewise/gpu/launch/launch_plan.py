@@ -6,14 +6,12 @@ call that differs in any of them goes through Triton, which compiles only if it 
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
 import importlib.util
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -144,35 +142,9 @@ def _signatures(tensors: Tensors) -> tuple[Any, ...]:
 
 class _Thread(threading.local):
     has_context = False
-    collected: list[Launch] | None = None
 
 
 _thread = _Thread()
-_compiling: dict[int, list[Future[None]]] = {}  # what `start` waits for, by the kernel's id
-
-
-@contextlib.contextmanager
-def collected() -> Iterator[list[Launch]]:
-    """Inside, launches for a GPU that is not here are put on this list, and nothing is compiled."""
-    launches: list[Launch] = []
-    before, _thread.collected = _thread.collected, launches
-    try:
-        yield launches
-    finally:
-        _thread.collected = before
-
-
-def prepare(launch: Launch) -> None:
-    """Compile and load all that a launch needs but the current stream."""
-    _make_context_current()
-    _use_kernel_folder()
-    grid = (launch.programs, launch.programs_y, 1)
-    bind(launch.kernel.warmup(*launch.arguments, **launch.options(), grid=grid), grid)
-
-
-def await_before(kernel: int, preparation: Future[None]) -> None:
-    """Have the next launch of a kernel, given by its id, wait for what prepares it in another thread."""
-    _compiling.setdefault(kernel, []).append(preparation)
 
 
 def _make_context_current() -> None:
@@ -187,16 +159,11 @@ def start(launch: Launch) -> Any:
 
     For a GPU that is not here, only compile: None.
     """
-    if stand_in() is not None and _thread.collected is not None:
-        _thread.collected.append(launch)
-        return None
     if stand_in() is not None:
         from tilewise.gpu.launch import launcher
 
         launcher.compile_only(launch.kernel, launch.arguments, launch.options())
         return None
-    for preparation in _compiling.pop(id(launch.kernel), ()):
-        preparation.exception()  # waits; what failed there fails here
     _make_context_current()
     _use_kernel_folder()
     return launch.kernel[(launch.programs, launch.programs_y)](*launch.arguments, **launch.options())
