@@ -150,6 +150,7 @@ MEASURED = {  # as the page calls them
     "two H100s": "h100-x2-distributed-quick-2026-11-28",
     "four H100s": "h100-x4-distributed-quick-2026-11-28",
     "four H200s": "h200-x4-distributed-quick-2026-11-28",
+    "two H200s": "h200-x2-distributed-quick-2026-11-28",
     "two H200s, by messages": "h200-x2-distributed-quick-2026-11-26",
     "four H100s, by messages": "h100-x4-distributed-quick-2026-11-27",
 }
