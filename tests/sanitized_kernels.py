@@ -150,8 +150,57 @@ def eight_bit(dim: int, backend: str) -> None:
     paged(dim, backend, dtype=torch.float8_e4m3fn)
 
 
+def functions(dim: int, backend: str, length: int = 133) -> None:
+    """Of rows, columns and both; captured tensors end where their indices do."""
+    rows, columns = torch.randn(length).cuda(), torch.randn(length + 17).cuda()
+    documents = torch.arange(length + 17).cuda() // 40
+    index = torch.randint(0, 7, (length, length + 17), dtype=torch.int32).cuda()
+    table = torch.randn(2, 7).cuda()
+    query, key, value = (
+        draw(2, n, heads, dim) for n, heads in ((length, 2), (length + 17, 1), (length + 17, 1))
+    )
+    for given in (
+        {"mask_mod": lambda b, h, i, j: (documents[i] == documents[j]) & (j <= i + 17 * h)},
+        {"score_mod": lambda s, b, h, i, j: s * (1 + rows[i] * columns[j]), "causal": True},
+        {"score_mod": lambda s, b, h, i, j: s + table[h, index[i, j]], "softcap": 5.0, "dropout_p": 0.2},
+        {"score_mod": lambda s, b, h, i, j: s + table[h, (j - i).clamp(-3, 3) + 3]},
+    ):
+        leaves = [t.requires_grad_() for t in (query, key, value)]
+        out = tilewise.attention(*leaves, backend=backend, **given)  # type: ignore[arg-type]
+        torch.autograd.grad(out, leaves, torch.ones_like(out))  # type: ignore[arg-type, type-var]
+
+
+def inlined(dim: int, backend: str) -> None:
+    """Mask functions in the attention kernels, as those of long sequences are."""
+    from tilewise.gpu.hopper.common import functions as hopper_functions
+
+    before, hopper_functions.MOST_BITS = hopper_functions.MOST_BITS, 0
+    try:
+        functions(dim, backend, length=150)
+    finally:
+        hopper_functions.MOST_BITS = before
+
+
+def statistics(dim: int, backend: str) -> None:
+    shapes = ((133, 4), (150, 2), (150, 2))
+    query, key, value = (draw(2, n, heads, dim) for n, heads in shapes)
+    for name in ("row_max", "entropy", "column_sum", "expected_distance"):
+        aux = tilewise.Aux(**{name: True})  # type: ignore[arg-type]
+        tilewise.attention(query, key, value, causal=True, return_aux=aux, backend=backend)
+    for aux in (tilewise.Aux(top_k=8), tilewise.Aux(block_sum=64), tilewise.Aux(rows=(0, -1))):
+        tilewise.attention(query, key, value, causal=True, return_aux=aux, backend=backend)
+
+
+def masked(dim: int, backend: str) -> None:
+    """Masks whose memory ends with the last score, of every broadcast shape."""
+    for shape in ((1, 2, 133, 150), (1, 1, 1, 150), (1, 2, 133, 1)):
+        dense(dim, backend, mask=(torch.rand(shape) > 0.3).cuda(), causal=True)
+
+
 def run(name: str, backend: str) -> None:
-    if name in ("packed", "cached", "paged", "ragged", "prefill", "eight_bit", "hostile", "hostile_rows"):
+    if name in SMALL:
+        globals()[name](64, backend)
+    elif name in ("packed", "cached", "paged", "ragged", "prefill", "eight_bit", "hostile", "hostile_rows"):
         globals()[name](128 if backend == "hopper" else 64, backend)
     elif name == "latent":
         latent(512, backend)
@@ -173,6 +222,7 @@ def run(name: str, backend: str) -> None:
         dense(int(dim[1:]), backend, causal=kind == "causal")
 
 
+SMALL = ("functions", "inlined", "statistics", "masked")
 CASES = {
     "triton": (
         "d64_causal",
@@ -188,6 +238,9 @@ CASES = {
         "latent",
         "hostile",
         "hostile_rows",
+        "functions",
+        "statistics",
+        "masked",
     ),
     "hopper": (
         "d64_causal",
@@ -205,6 +258,12 @@ CASES = {
         "fp8",
         "hostile",
         "hostile_rows",
+        "functions",
+        "inlined",
+        "statistics",
+        "masked",
+        "options",
+        "bias",
     ),
 }
 
