@@ -149,6 +149,19 @@ def test_empty_and_single_dimensions(shape, dtype):
         assert (out == 0).all() and (lse == float("-inf")).all()
 
 
+@pytest.mark.parametrize("shape", [(2, 4, 5, 1), (2, 4, 5, 0), (1, 1, 1, 1)])
+@pytest.mark.parametrize("backend", [None, "tiled"])
+def test_a_bias_where_there_are_no_keys_has_gradient_0(monkeypatch, backend, shape):
+    backward_plan = pytest.importorskip("tilewise.cpu.host.backward_plan")
+    monkeypatch.setattr(
+        backward_plan, "new_large", lambda shape, dtype: torch.full(shape, torch.nan, dtype=dtype)
+    )
+    q, k = torch.randn(2, 5, 4, 8, requires_grad=True), torch.randn(2, 0, 2, 8)
+    bias = torch.randn(shape, requires_grad=True)
+    tilewise.attention(q, k, k, bias=bias, backend=backend).sum().backward()
+    assert (q.grad == 0).all() and (bias.grad == 0).all()
+
+
 def test_no_heads():
     x = torch.randn(2, 3, 0, 8)
     assert tilewise.attention(x, x, x).shape == (2, 3, 0, 8)

@@ -216,3 +216,16 @@ class TestRefused:
         x = torch.ones(1, 4, 1, 64, dtype=torch.half)
         with pytest.raises(NotImplementedError, match=f"'{backend}' has no 8-bit products; 'tiled'"):
             tilewise.attention(x, x, x, precision="fp8", backend=backend)
+
+
+@pytest.mark.parametrize("default", [torch.float64, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("precision", ["fp8", "int8"])
+def test_a_default_dtype_changes_nothing(default, precision):
+    q = torch.randn(1, 40, 2, 48).bfloat16()
+    expected, before = tilewise.attention(q, q, q, precision=precision), torch.get_default_dtype()
+    torch.set_default_dtype(default)
+    try:
+        assert torch.equal(tilewise.attention(q, q, q, precision=precision), expected)
+        assert fp8.hadamard(64).dtype == fp8.rotate(q).dtype == torch.float32
+    finally:
+        torch.set_default_dtype(before)

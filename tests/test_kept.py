@@ -6,6 +6,7 @@ import ast
 import gc
 from pathlib import Path
 
+import pytest
 import torch
 
 import tilewise
@@ -35,6 +36,61 @@ def test_made_of_other_memory_behind_the_same_tensor():
     assert sums(a) == 3
     a.data = torch.zeros(3)
     assert sums(a) == 0
+
+
+def test_made_of_memory_that_was_freed_and_used_again():
+    """`a.data = b` leaves a's version, and the next b may lie where the last but one did."""
+    a, found, addresses = torch.ones(64), [], set()
+    for n in range(40):
+        a.data = torch.full((64,), float(n))
+        addresses.add(a.data_ptr())
+        found.append(sums(a))
+    assert found == [64.0 * n for n in range(40)]
+    assert len(addresses) < 40, "no memory was used again"
+
+
+def test_what_inference_mode_has_made_serves_a_backward():
+    a = torch.arange(3, dtype=torch.int32)
+    with torch.inference_mode():
+        made = kept.kept((a,), ("double",), lambda: 2.0 * a, CPU)
+    assert kept.kept((a,), ("double",), lambda: 2.0 * a, CPU) is made
+    x = torch.ones(3, requires_grad=True)
+    (x * made).sum().backward()
+    assert torch.equal(x.grad, made)
+
+
+def test_captured_tensors_of_inference_and_training():
+    documents, order = torch.arange(8, dtype=torch.int32) // 4, torch.arange(8)
+
+    def visible(b, h, i, j):
+        return (documents[i] == documents[j]) & (order[i] >= order[j])
+
+    x = torch.randn(1, 8, 2, 16)
+    with torch.inference_mode():
+        expected = tilewise.attention(x, x, x, mask_mod=visible)
+    leaf = x.clone().requires_grad_()
+    out = tilewise.attention(leaf, leaf, leaf, mask_mod=visible)
+    out.sum().backward()
+    torch.testing.assert_close(out, expected)
+
+
+@pytest.mark.parametrize("write", ["data", "assigned", "numpy", "in place"])
+def test_captured_numbers_are_those_of_the_call(write):
+    documents = torch.arange(8, dtype=torch.int32) // 4
+    x = torch.randn(1, 8, 2, 16)
+    for n in range(20):
+        new = (torch.arange(8, dtype=torch.int32) + n) // (2 + n % 3)
+        if write == "data":
+            documents.data.copy_(new)
+        elif write == "assigned":
+            documents.data = new.clone()
+        elif write == "numpy":
+            documents.numpy()[:] = new.numpy()
+        else:
+            documents.copy_(new)
+        out = tilewise.attention(x, x, x, mask_mod=lambda b, h, i, j: documents[i] == documents[j])
+        expected = tilewise.attention(x, x, x, mask=new[:, None] == new)
+        torch.testing.assert_close(out, expected)
 
 
 def test_they_go_with_their_tensors_and_are_few():

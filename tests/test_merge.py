@@ -55,6 +55,24 @@ def test_gradients_flow_through_out_and_lse():
     assert torch.autograd.gradcheck(both, (q, k))
 
 
+def test_gradients_of_queries_that_see_nothing():
+    q, k = (torch.randn(1, n, 1, 4, dtype=torch.float64, requires_grad=True) for n in (3, 4))
+    mask = torch.tensor([[0, 0, 0, 0], [1, 1, 0, 0], [0, 1, 0, 1]], dtype=torch.bool)  # none, one part, both
+
+    def merged(q, k):
+        parts = zip(k.split(2, 1), mask.split(2, 1))
+        return merge(
+            [tilewise.attention(q, part, part, mask=own[None, None], return_lse=True) for part, own in parts]
+        )
+
+    out, lse = merged(q, k)
+    assert (out[:, 0] == 0).all() and (lse[..., 0] == float("-inf")).all()
+    found = torch.autograd.grad(out.sum() + lse[..., 1:].sum(), (q, k))
+    whole, whole_lse = tilewise.attention(q, k, k, mask=mask[None, None], return_lse=True)
+    for a, b in zip(found, torch.autograd.grad(whole.sum() + whole_lse[..., 1:].sum(), (q, k))):
+        torch.testing.assert_close(a, b)
+
+
 def test_parts_that_do_not_fit():
     out, lse = torch.zeros(1, 3, 2, 4), torch.zeros(1, 2, 3)
     for parts in ([], [(out, lse.transpose(1, 2))], [(out, lse), (out[:, :2], lse[..., :2])]):

@@ -347,6 +347,49 @@ def test_tensors_of_a_batch_are_aligned_for_any_number_of_sequences():
             assert int(again.lengths[n]) == again.ends[n] == cache.length(sequence)
 
 
+def test_a_batch_in_earlier_memory_may_write_to_more_pages():
+    """As many tokens, otherwise shared out: from the fewest pages to the most."""
+    for rows in range(1, 7):
+        for total in range(0, 16 * rows + 3, 3):
+            cache = PagedKVCache(60, 16, 1, 4, dtype=torch.float32, max_seqlen=160)
+            for _ in range(rows):
+                cache.allocate()
+            # behind 15 tokens 2 more go to 2 pages, 18 more to 3; behind none 16 to 1
+            many = [min(18 if total >= 18 * rows else 2, max(0, total - 2 * n)) for n in range(rows)]
+            many[-1] += total - sum(many)
+            few = [total // rows] * (rows - 1) + [total - total // rows * (rows - 1)]
+            first = cache.reserve(None, few)
+            cache.reset()
+            sequences = [cache.allocate() for _ in range(rows)]
+            cache.reserve(sequences, 15)
+            batch = cache.reserve(sequences, many, into=first)
+            fresh = cache._table.batch(sequences, many, (), cache.key.device, None)
+            for name in ("lengths", "page_table", "positions", "slots", "written", "kept"):
+                assert torch.equal(getattr(batch, name), getattr(fresh, name)), name
+
+
+@pytest.mark.parametrize("counts", [[18, 18, 18, 6], [2, 2, 2, 54], [17, 17, 13, 13]])
+def test_a_batch_refused_by_no_memory(counts):
+    cache = PagedKVCache(64, 16, 1, 4, dtype=torch.float32, max_seqlen=80)
+    sequences = [cache.allocate() for _ in range(4)]
+    first = cache.reserve(sequences, 15)
+    batch = cache.reserve(sequences, counts, into=first)
+    x = torch.randn(60, 1, 4)
+    cache.write(x, x, batch)
+    for sequence, rows in zip(sequences, x.split(counts)):
+        assert torch.equal(cache.gather(sequence)[0][15:], rows)
+
+
+def test_a_batch_of_inference_mode_serves_outside_of_it():
+    cache = PagedKVCache(8, 16, 1, 4, dtype=torch.float32)
+    cache.allocate()
+    with torch.inference_mode():
+        batch = cache.reserve(None, 3)
+    batch = cache.reserve(None, 3, into=batch)
+    cache.write(torch.ones(3, 1, 4), torch.ones(3, 1, 4), batch)
+    assert batch.lengths.tolist() == [6]
+
+
 def test_batches_that_are_out_of_date():
     cache, _, _ = filled([20, 9])
     tokens = [torch.randn(2, 1, h, d) for h, d in ((4, 8), (2, 8), (2, 6))]
@@ -501,3 +544,34 @@ def test_a_refused_step_shares_its_pages_again(forks):
     with pytest.raises(ValueError, match="into"):
         cache.reserve([others[0], 0], [13, 1], into=cache.reserve([], []))
     assert bookkeeping(cache) == before
+
+
+@pytest.mark.parametrize("name", ["mask", "bias"])
+@pytest.mark.parametrize("shape", [(7, 64), (20, 3), (1, 3), (7, 1)])
+def test_a_mask_that_does_not_cover_packed_queries_is_refused(name, shape):
+    """Kernels would read behind its end."""
+    cache = PagedKVCache(8, 16, 1, 8, dtype=torch.float32, max_seqlen=64)
+    sequences, x = [cache.allocate(), cache.allocate()], torch.randn(33, 1, 8)
+    batch, before = cache.reserve(sequences, [20, 13]), cache.key.clone()
+    t = torch.ones(shape, dtype=torch.bool) if name == "mask" else torch.zeros(shape)
+    with pytest.raises(ValueError, match=rf"{name}\.shape.* must cover the longest sequence: \(20, 64\)"):
+        tilewise.attention_with_cache(x, cache, x, x, batch=batch, **{name: t})
+    assert torch.equal(cache.key, before)
+    whole = t.new_ones(20, 64) if name == "mask" else t.new_zeros(20, 64)
+    out = tilewise.attention_with_cache(x, cache, x, x, batch=batch, **{name: whole})
+    assert torch.equal(out, tilewise.attention_with_cache(x, cache, batch=batch))
+
+
+@pytest.mark.parametrize("default", [torch.float64, torch.bfloat16, torch.float16], ids=str)
+def test_scales_of_eight_bit_pages_are_float32(default):
+    """Whatever PyTorch's default dtype is: float16 has no number for the scale of small ones."""
+    tokens, before = torch.randn(1, 20, 2, 8) * 1e-6, torch.get_default_dtype()
+    torch.set_default_dtype(default)
+    try:
+        cache = PagedKVCache(4, 16, 2, 8, dtype=torch.float8_e4m3fn)
+        cache.append(tokens, tokens, [cache.allocate()])
+        key, value = cache.gather(0)
+    finally:
+        torch.set_default_dtype(before)
+    assert cache.key_scale.dtype == cache.value_scale.dtype == key.dtype == value.dtype == torch.float32
+    assert ((key - tokens[0]).abs() <= tokens[0].abs() / 16 + tokens.abs().max() / 114688).all()

@@ -403,6 +403,23 @@ def test_the_grad_mode_of_each_call_counts(is_first_watched):
         assert [out.requires_grad for out in outs] == [is_enabled] * 4
 
 
+@pytest.mark.parametrize("is_first", [False, True])
+def test_gradients_that_are_enabled_in_inference_mode(is_first):
+    """Autograd records nothing there, as in PyTorch's own attention."""
+    leaves, layer = [t.requires_grad_() for t in qkv()], tilewise.nn.FlashAttention(16, 2)
+    if not is_first:
+        tilewise.attention(*leaves, return_lse=True)
+    x = torch.randn(1, 5, 16)
+    with torch.inference_mode(), torch.enable_grad():
+        out, lse = tilewise.attention(*leaves, return_lse=True)
+        _, aux = tilewise.attention(*leaves, return_aux=tilewise.Aux(entropy=True))
+        y = layer(x)
+    assert not any(t.requires_grad for t in (out, lse, aux.entropy, y))
+    expected = tilewise.attention(*leaves, return_lse=True)
+    assert expected[0].requires_grad
+    torch.testing.assert_close((out, lse), expected)
+
+
 def test_a_tensor_that_outlives_its_transform_is_a_tensor():
     (q, k, v), outlived = qkv(), []
     torch.func.grad(lambda x: (outlived.append(x), x.sum())[1])(q)

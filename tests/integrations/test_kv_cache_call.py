@@ -137,6 +137,24 @@ def test_kvcache(options, expected, new, kind, rotary):
     )  # fmt: skip
 
 
+@pytest.mark.parametrize("face", [flash_attn_with_kvcache, flash_attn_3.flash_attn_with_kvcache])
+def test_many_queries_that_stand_at_one_position(face):
+    """Without causal or a window all queries are turned as the first, so the tables may end there."""
+    q, k, v = randn(1, 9, 1, 8), randn(1, 1, 1, 8), randn(1, 1, 1, 8)
+    cos, sin = randn(4, 2), randn(4, 2)
+    k_cache, v_cache = randn(1, 4, 1, 8), randn(1, 4, 1, 8)
+    before, options = k_cache.clone(), {"rotary_cos": cos, "rotary_sin": sin, "cache_seqlens": 3}
+    with pytest.raises(ValueError, match=r"rotary_cos\.shape\[0\]=4 must exceed position 11"):
+        face(q, k_cache, v_cache, k, v, causal=True, **options)
+    assert torch.equal(k_cache, before)
+    out = face(q, k_cache, v_cache, k, v, **options)
+    at = torch.full((9,), 3)
+    exact, _ = reference.attention(rotate(q[0], cos, sin, at, True)[None], k_cache, v_cache)
+    torch.testing.assert_close(out, exact)
+    with pytest.raises(ValueError, match=r"rotary_cos\.shape\[0\]=3 must exceed position 3"):
+        face(q, k_cache, v_cache, k, v, **options | {"rotary_cos": cos[:3], "rotary_sin": sin[:3]})
+
+
 def test_kvcache_lengths_and_views():
     """cache_seqlens as an integer or left out; caches that are views; half precision."""
     k_cache, v_cache = (t[:, :, ::2] for t in caches((2, 9, 4, 8)))

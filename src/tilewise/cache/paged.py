@@ -98,7 +98,9 @@ class PagedKVCache:
         check_value_in_key(value_in_key, head_dim, head_dim_v)
         with torch.inference_mode(False):  # tensors of inference mode could not be changed outside of it
             self.key = torch.zeros(*shape, head_dim, dtype=dtype, device=device)
-            self.key_scale = torch.ones(shape[0], shape[2], device=device) if dtype == QUANTIZED else None
+            self.key_scale = None
+            if dtype == QUANTIZED:
+                self.key_scale = torch.ones(shape[0], shape[2], dtype=torch.float32, device=device)
             if value_in_key:
                 self.value, self.value_scale = self.key[..., :head_dim_v], self.key_scale
             else:

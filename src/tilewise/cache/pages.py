@@ -263,9 +263,10 @@ class PageTable:
         on_host = torch.frombuffer(sum(fields.values(), array("i")), dtype=torch.int32)
         if into is None:
             # A later batch of the same sizes may write to more pages: `written` and `kept` come last.
-            most = sum(count // self.page_size + 2 for count in new_tokens)
+            most = self._most_written(len(new_tokens), sum(new_tokens))
             spare = 2 * (most + -most % ALIGNED - len(fields["written"]))
-            block = torch.empty(len(on_host) + spare, dtype=torch.int32, device=device)
+            with torch.inference_mode(False):  # tensors of inference mode could not be changed outside of it
+                block = torch.empty(len(on_host) + spare, dtype=torch.int32, device=device)
             uses = [0]
         else:
             block, uses = into.block, into.uses
@@ -274,9 +275,9 @@ class PageTable:
                 if shape != wanted:
                     raise ValueError(f"into.{name} has shape {wanted}, must have {shape} for this batch")
         used = block[: len(on_host)]
-        uses[0] += 1
         # Pinned, so that the copy does not wait for the device.
         used.copy_(on_host.pin_memory() if device.type == "cuda" else on_host, non_blocking=True)
+        uses[0] += 1
         parts = used.split([len(numbers) for numbers in fields.values()])
         ends = tuple(fields["lengths"][: len(sequences)])
         views = {
@@ -287,6 +288,14 @@ class PageTable:
             table=self, ends=ends, changes=self.changes, uses=uses, use=uses[0],
             copies=tuple(copies),
         )  # fmt: skip
+
+    def _most_written(self, rows: int, total: int) -> int:
+        """Pages that new tokens go to at most, however so many are shared out among the rows.
+
+        A row of n tokens writes to 1 + ceil((n - 1) / page_size) pages at most, and to none if it has none.
+        """
+        rows = min(rows, total)
+        return min(total, (total + rows * (2 * self.page_size - 2)) // self.page_size)
 
     def _fields(
         self, sequences: Sequence[int], new_tokens: Sequence[int], width: int | None

@@ -16,6 +16,7 @@ from tilewise.cache.rotary import apply_rotary
 from tilewise.core.functions.call import Cached
 from tilewise.core.problem import Inputs
 from tilewise.core.signature import device_of
+from tilewise.core.values import check_coverage
 from tilewise.gpu.launch.launch_plan import HAS_TRITON
 
 
@@ -213,6 +214,9 @@ class PagedStep(Step[PagedKVCache]):
         return self.batch.lengths - (self.batch.cu_seqlens.diff() if query.ndim == 3 else query.shape[1])
 
     def inputs(self, inputs: Inputs) -> Inputs:
+        if inputs.query.ndim == 3 and not torch.compiler.is_compiling():
+            capacity = self.batch.page_table.shape[1] * self.cache.page_size
+            check_coverage(inputs, max(self.batch.new_tokens, default=0), capacity)
         return inputs._replace(
             cu_seqlens_q=self.batch.cu_seqlens if inputs.query.ndim == 3 else None,
             seqlens_k=self.batch.lengths,

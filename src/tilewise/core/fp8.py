@@ -74,7 +74,7 @@ def hadamard(dim: int, device: torch.device | str | None = None) -> Tensor:
     """
     if dim < 1 or dim & (dim - 1):
         raise ValueError(f"dim={dim} must be a power of two")
-    matrix = torch.ones(1, 1, device="cpu")
+    matrix = torch.ones(1, 1, dtype=torch.float32, device="cpu")
     while len(matrix) < dim:
         matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
     signs = torch.randint(0, 2, (dim, 1), generator=torch.Generator().manual_seed(dim), device="cpu") * 2 - 1

@@ -11,7 +11,13 @@ import torch
 from torch import Tensor
 from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 
-from tilewise.core.torch_private import base_and_version, is_plain_eager, raw_stream
+from tilewise.core.torch_private import (
+    base_and_version,
+    has_storage,
+    is_plain_eager,
+    raw_stream,
+    storage_reference,
+)
 
 MAX_TENSORS = 16  # whose results are kept
 MAX_RESULTS, MAX_BYTES = 16, 256 << 20  # of each
@@ -25,6 +31,7 @@ _lock = threading.Lock()
 
 class _Kept(NamedTuple):
     versions: tuple[int, ...]
+    storages: tuple[Any, ...]  # of all tensors
     others: tuple[TensorWeakRef, ...]  # the memory of the tensors behind the first
     result: Any
     size: int  # bytes
@@ -37,6 +44,7 @@ def kept(
 
     `make` is called every time in a CUDA graph, whose replay may find other numbers in this memory, of
     inference tensors, which do not count what is written to them, and in transforms, which hide numbers.
+    Writes that PyTorch does not count, as those to `t.data`, are not seen.
 
     Example:
         >>> t = torch.ones(3)
@@ -57,9 +65,14 @@ def kept(
     bases, versions = zip(*map(base_and_version, tensors or (_nothing,)), strict=True)
     with _lock:
         found: _Kept | None = _results.get(bases[0], {}).get(key)
-    if found is not None and found.versions == versions and _are(found.others, bases[1:]):
+    if (
+        found is not None
+        and found.versions == versions
+        and _are(found.others, bases[1:])
+        and all(map(has_storage, tensors, found.storages))
+    ):
         return found.result  # type: ignore[no-any-return]
-    result = make()
+    storages, result = tuple(map(storage_reference, tensors)), _made(make)
     with _lock:
         if bases[0] not in _results and len(_results) >= MAX_TENSORS:
             del _results[next(iter(_results))]
@@ -67,8 +80,16 @@ def kept(
         size = _bytes(result)
         if len(of_first) >= MAX_RESULTS or sum(x.size for x in of_first.values()) + size > MAX_BYTES:
             of_first.clear()
-        of_first[key] = _Kept(versions, tuple(map(TensorWeakRef, bases[1:])), result, size)
+        of_first[key] = _Kept(versions, storages, tuple(map(TensorWeakRef, bases[1:])), result, size)
     return result
+
+
+def _made(make: Callable[[], Result]) -> Result:
+    """What `make` makes, for calls in any mode: no backward can save tensors of inference mode."""
+    if not torch.is_inference_mode_enabled():
+        return make()
+    with torch.inference_mode(False), torch.no_grad():
+        return make()
 
 
 def kept_on_device(most: int) -> Callable[[Callable[..., Result]], Callable[..., Result]]:

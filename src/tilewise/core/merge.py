@@ -56,8 +56,9 @@ def merge(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
                 f"(..., seqlen, heads, dim) and (..., heads, seqlen), equal in all parts"
             )
     lses = torch.stack([lse for _, lse in parts])
-    lse = torch.logsumexp(lses, 0)
-    finite = lse.masked_fill(lse == float("-inf"), 0.0)  # -inf - -inf would be NaN
+    is_blind = (lses == float("-inf")).all(0)  # -inf - -inf would be NaN, here and in the gradient
+    finite = torch.logsumexp(lses.masked_fill(is_blind, 0.0), 0).masked_fill(is_blind, 0.0)
+    lse = finite.masked_fill(is_blind, float("-inf"))
     weights = torch.exp(lses - finite).transpose(-1, -2)[..., None]
     outs = torch.stack([out.to(lse.dtype) for out, _ in parts])
     return (weights * outs).sum(0).to(parts[0][0].dtype), lse

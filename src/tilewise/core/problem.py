@@ -214,7 +214,7 @@ def describe(inputs: Inputs, options: Options) -> AttentionProblem:
         TypeError: an argument has a wrong dtype.
         NotImplementedError: a gradient that does not exist is asked for.
     """
-    grad_enabled = torch.is_grad_enabled()
+    grad_enabled = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
     tensors = [
         None if t is None
         else TensorSignature(t.shape, (), t.dtype, t.device, 0, grad_enabled and t.requires_grad)

@@ -106,7 +106,7 @@ def arrange(
     padded = torch.nn.functional.pad(x.detach().view(torch.uint8), (0, width - x.shape[-1]))
     values = to_blocks(padded, cu_seqlens).view(fp8.FP8)
     if scale is None:
-        factors = torch.ones(values.shape[:2], device=x.device)
+        factors = torch.ones(values.shape[:2], dtype=torch.float32, device=x.device)
     else:
         sequence = _sequences(x.shape, values.shape[1], cu_seqlens, x.device)
         factors = scale.detach()[sequence].T.contiguous() if len(scale) else scale.new_ones(heads, 0)

@@ -36,15 +36,19 @@ def check_values(problem: AttentionProblem, inputs: Inputs, options: Options) ->
     if problem.is_packed:
         longest_q = max((s.q1 - s.q0 for s in spans(problem, inputs)), default=0)
         longest_k = max((s.k1 - s.k0 for s in spans(problem, inputs)), default=0)
-        longest_k = problem.seqlen_k if problem.is_cached else longest_k
-        for name, t in (("mask", inputs.mask), ("bias", inputs.bias)):
-            if t is not None and (
-                (t.shape[2] != 1 and t.shape[2] < longest_q) or (t.shape[3] != 1 and t.shape[3] < longest_k)
-            ):
-                longest = (longest_q, longest_k)
-                raise ValueError(f"{name}.shape={tuple(t.shape)} must cover the longest sequence: {longest}")
+        check_coverage(inputs, longest_q, problem.seqlen_k if problem.is_cached else longest_k)
     if problem.is_packed and problem.device_type == "cuda":
         _checked[inputs.cu_seqlens_q] = _identity(problem, inputs)
+
+
+def check_coverage(inputs: Inputs, longest_q: int, longest_k: int) -> None:
+    """Raise ValueError unless mask and bias of packed queries are as long as the longest sequence."""
+    for name, t in (("mask", inputs.mask), ("bias", inputs.bias)):
+        if not isinstance(t, Tensor) or t.ndim != 4:  # which `describe` refuses
+            continue
+        if (t.shape[2] != 1 and t.shape[2] < longest_q) or (t.shape[3] != 1 and t.shape[3] < longest_k):
+            longest = (longest_q, longest_k)
+            raise ValueError(f"{name}.shape={tuple(t.shape)} must cover the longest sequence: {longest}")
 
 
 _checked: MutableMapping[Any, Any] = (

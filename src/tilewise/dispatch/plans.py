@@ -10,7 +10,7 @@ from operator import itemgetter
 from typing import Any
 
 import torch
-from torch import Tensor, is_grad_enabled
+from torch import Tensor, is_grad_enabled, is_inference_mode_enabled
 
 from tilewise.core.plan import Plan, Results, Retry, Saves, Watched
 from tilewise.core.problem import (
@@ -96,7 +96,7 @@ def find(
         raise
     entry = make(signature := _signature(direction, tensors, call))
     seen = (*signature.inputs, *signature.results)
-    entry.matches = matcher(tensors, seen, _sees_grad(direction), signature.shares_memory)
+    entry.matches = matcher(tensors, seen, direction, signature.shares_memory)
     entry.last_use = next(_clock)
     with _lock:
         _keep(kind, entry)
@@ -118,7 +118,8 @@ def _keep(bucket: tuple[Any, ...], entry: Entry) -> None:
 
 
 def _sees_grad(direction: str) -> bool:
-    return direction == "forward" and is_grad_enabled()
+    """Whether autograd records: not in inference mode, even where gradients are enabled inside of it."""
+    return direction == "forward" and is_grad_enabled() and not is_inference_mode_enabled()
 
 
 def _signature(direction: str, tensors: Tensors, call: tuple[Any, ...]) -> Signature:
@@ -130,13 +131,14 @@ def _signature(direction: str, tensors: Tensors, call: tuple[Any, ...]) -> Signa
 
 
 def matcher(
-    tensors: Tensors, seen: tuple[Any, ...], grad_enabled: bool, shares_memory: bool
+    tensors: Tensors, seen: tuple[Any, ...], direction: str, shares_memory: bool
 ) -> Callable[[Tensors], bool]:
-    """A function: whether other tensors look as these do.
+    """A function: whether other tensors look as these do, in the same inference mode.
 
     Args:
         tensors: of `Inputs`, and the results of a backward.
-        seen: what `look` has found, with grad_enabled.
+        seen: what `look` has found, in the grad mode of now.
+        direction: of the call.
         shares_memory: whether key and value begin at one address.
     """
     places: dict[int, int] = {}
@@ -156,7 +158,7 @@ def matcher(
 
     def matches(others: Tensors) -> bool:
         given = get_first(others)
-        if not (check(*given) if check else look(others, grad_enabled) == seen):
+        if not (check(*given) if check else look(others, _sees_grad(direction)) == seen):
             return False
         if get_absent(others) != nothing or (again and any(others[n] is not others[m] for n, m in again)):
             return False

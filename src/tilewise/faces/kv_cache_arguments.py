@@ -214,9 +214,18 @@ def _per_sequence(name: str, t: Tensor, batch: int) -> Tensor:
 
 
 def check_lengths(
-    call: KVCacheCall, queries: Layout, new: Layout | None, held: Tensor, capacity: int, table: Tensor | None
+    call: KVCacheCall,
+    queries: Layout,
+    new: Layout | None,
+    held: Tensor,
+    capacity: int,
+    table: Tensor | None,
+    is_local: bool,
 ) -> None:
-    """What only the values of lengths and pages can tell."""
+    """What only the values of lengths and pages can tell.
+
+    is_local: queries have positions one after the other; otherwise all of them have the first one's.
+    """
     added = held * 0 if new is None else held * 0 + new.counts()
     pads = [0] * len(held)
     if call.cache_leftpad is not None:
@@ -234,7 +243,8 @@ def check_lengths(
         check_pages(call.table_name, table, (held + added).tolist(), call.k_cache)
     if call.rotary_cos is not None:
         starts = held if call.rotary_seqlens is None else call.rotary_seqlens
-        counts = [layout.counts() for layout in (queries, new) if layout is not None]
+        turned = held * 0 + queries.counts()
+        counts = [added, turned if is_local else turned.clamp(max=1)]
         last = max((int((starts + count).max()) for count in counts if len(starts)), default=0) - 1
         first = int(starts.min()) if len(starts) else 0
         if first < 0 or last >= len(call.rotary_cos):

@@ -60,7 +60,7 @@ def attention_with_kv_cache(call: KVCacheCall, options: Options) -> tuple[Tensor
     held = held_lengths(call, batch, capacity)
     rotary = rotary_of(call, held)
     if device.type == "cpu" and not torch.compiler.is_compiling():
-        check_lengths(call, queries, new, held, capacity, table)
+        check_lengths(call, queries, new, held, capacity, table, _is_local(call, options))
     is_fused = new is not None and _is_fusible(call, options, queries, new, rotary, held)
     is_fp8 = call.descale.is_needed(call.q, call.k_cache, call.cu_seqlens_q)
     lengths = held if new is None else torch.empty_like(held) if is_fused else held + new.counts()
@@ -113,7 +113,7 @@ def _eight_bit(call: KVCacheCall, inputs: Inputs) -> Inputs:
     table, key = inputs.page_table, inputs.key
     if table is None:
         table = torch.arange(len(key), dtype=torch.int32, device=key.device)[:, None]
-    ones = torch.ones(key.shape[0], key.shape[2], device=key.device)
+    ones = torch.ones(key.shape[0], key.shape[2], dtype=torch.float32, device=key.device)
     query = call.descale.query(call.q, call.cu_seqlens_q)
     return inputs._replace(query=query, page_table=table, key_scale=ones, value_scale=ones)
 

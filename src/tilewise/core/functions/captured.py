@@ -67,14 +67,18 @@ def _first_of_part(first: tuple[int, int, int, int], device: torch.device) -> Te
 
 
 def _in_one(tensors: list[Tensor], dtype: torch.dtype) -> Tensor | None:
-    """Tensors one behind the other: a view of a single one, or a copy, made once if it needs no gradient."""
+    """Tensors one behind the other: a view of a single one, or a copy.
+
+    On a GPU a copy without a gradient is made once. On a CPU, where that is cheap, writes count that PyTorch
+    does not see: to `t.data`, or to NumPy's array of the same memory.
+    """
     if not tensors:
         return None
     if len(tensors) == 1 and tensors[0].dtype == dtype and tensors[0].is_contiguous():
         return tensors[0].view(-1)
     has_gradient = any(t.requires_grad for t in tensors)
     make = functools.partial(_joined, tensors, dtype)
-    return make() if has_gradient else kept(tensors, (dtype,), make, tensors[0].device)
+    return make() if has_gradient or tensors[0].is_cpu else kept(tensors, (dtype,), make, tensors[0].device)
 
 
 def _joined(tensors: list[Tensor], dtype: torch.dtype) -> Tensor:

@@ -113,6 +113,7 @@ class BackwardPlan(CallPlan):
         """Whether the kernel stores each entry of the bias's gradient, and leaves out no tile of scores."""
         may_skip = self.is_ragged or self.may_hide_rows or self.problem.mask_shape is not None
         is_full = visible.left is None and visible.right is None
+        is_full &= self.problem.bias_shape is None or self.problem.bias_shape[3] == self.problem.seqlen_k
         return is_full and not may_skip and self.dbias_dtype is not None and not _adds_dbias(self.problem)
 
     def divide(self, seqlen_q: int, seqlen_k: int) -> Division:
