@@ -55,6 +55,22 @@ def test_block_masks_are_pytorchs(mask_mod):
             assert str(found) == str(exact) and found.shape == exact.shape
 
 
+UNKNOWN = torch.rand(200, 200)
+
+
+@pytest.mark.parametrize("mask_mod", [
+    lambda b, h, i, j: (i - j) ** 2 <= 400,
+    lambda b, h, i, j: (i * 0.5) % 3.0 > 1,
+    lambda b, h, i, j: UNKNOWN[(i * 7) % 200, (j * 3) % 200] > 0.5,
+])  # fmt: skip
+def test_masks_of_whose_tiles_intervals_know_nothing(mask_mod):
+    found, exact = (
+        module.create_block_mask(mask_mod, None, None, 2048, 2048, device="cpu", BLOCK_SIZE=128)
+        for module in (ours, theirs)
+    )
+    assert torch.equal(found.to_dense(), exact.to_dense())
+
+
 @pytest.mark.parametrize("score_mod", SCORES.values(), ids=SCORES)
 @pytest.mark.parametrize("mask_mod", MASKS.values(), ids=MASKS)
 @pytest.mark.sample(4)

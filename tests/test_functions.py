@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import types
 
 import pytest
 import torch
@@ -47,6 +48,30 @@ def test_gradients_with_other_options():
         close(ours, theirs)
 
 
+@pytest.mark.parametrize("backend", ["llvm", "tiled"])
+def test_slopes_at_bounds_are_pytorchs(backend):
+    """Where a clamp begins, at the foot of a ReLU, and far out on a sigmoid, whose exponential overflows."""
+    zeros = torch.zeros(2, dtype=torch.double, requires_grad=True)
+    far = torch.tensor([-800.0, 800.0], dtype=torch.double, requires_grad=True)
+
+    def score_mod(s, b, h, i, j):
+        return (
+            torch.relu(s) + s.clamp(0, 3) + s.clamp(max=0) + s * torch.sigmoid(s * 900)
+            + s * (torch.relu(zeros[h]) + zeros[h].clamp(0, 1) + torch.sigmoid(far[h]))
+        )  # fmt: skip
+
+    q, k, v = (torch.randn(1, 20, 2, 8, dtype=torch.double) for _ in range(3))
+    q[:, :5] = 0  # scores of 0
+    leaves = [t.requires_grad_() for t in (q, k, v)]
+    out = tilewise.attention(*leaves, score_mod=score_mod, backend=backend)
+    dout = torch.randn_like(out)
+    found = torch.autograd.grad(out, (*leaves, zeros, far), dout)
+    with torch.no_grad():
+        exact = reference.attention_backward(dout, q, k, v, score_mod=score_mod, captured=(zeros, far))
+    for ours, theirs in zip(found, (*exact[:3], *exact.captured), strict=True):
+        close(ours, theirs)
+
+
 def test_packed_sequences_count_from_their_start():
     q, k, v = (torch.randn(30, 2, 8, dtype=torch.double) for _ in range(3))
     starts = torch.tensor([0, 7, 7, 30])
@@ -67,6 +92,26 @@ def test_derivatives_of_both_orders():
     arguments = (q, k, v, table, slope)
     assert torch.autograd.gradcheck(call, arguments, check_forward_ad=True, fast_mode=True)
     assert torch.autograd.gradgradcheck(call, arguments, fast_mode=True)
+
+
+@pytest.mark.parametrize("backend", [None, "tiled"])
+def test_slopes_of_powers(backend):
+    powers = torch.tensor([1.5, 0.0], dtype=torch.double, requires_grad=True)
+    q, k, v = (torch.randn(1, 20, 2, 8, dtype=torch.double) for _ in range(3))
+    q[:, :5] = 0  # scores of 0
+    leaves = [t.requires_grad_() for t in (q, k, v)]
+    for score_mod, captured in (
+        (lambda s, b, h, i, j: (s.abs() + 1) ** 0.5, ()),
+        (lambda s, b, h, i, j: s**0 + s**1 + s**3 + (s.abs() + 1) ** -1, ()),
+        (lambda s, b, h, i, j: torch.relu(s) ** powers[h], (powers,)),
+    ):
+        out = tilewise.attention(*leaves, score_mod=score_mod, backend=backend)
+        dout = torch.randn_like(out)
+        found = torch.autograd.grad(out, (*leaves, *captured), dout)
+        with torch.no_grad():
+            exact = reference.attention_backward(dout, q, k, v, score_mod=score_mod, captured=captured)
+        for ours, theirs in zip(found, (*exact[:3], *exact.captured), strict=True):
+            close(ours, theirs)
 
 
 def any_width(index, size):
@@ -92,6 +137,23 @@ def test_tile_map_agrees_with_every_element(is_captured, monkeypatch):
     assert (kinds == EMPTY).sum() > 66 and (kinds == FULL).any()
 
 
+def test_tiles_of_numbers_that_float32_rounds():
+    """The map's float64 knows 0.7, 2 ** 24 + 1 and exp(101); float32 has others."""
+    x = torch.randn(1, 40, 1, 4)
+    i, j = torch.arange(40)[:, None], torch.arange(40)
+    table, large, zeros = torch.full((40,), 0.7), torch.full((40,), 2**24 + 1), torch.zeros(40)
+    for mask_mod in (
+        lambda b, h, i, j: table[j] >= 0.7,
+        lambda b, h, i, j: table[j] == 0.7,
+        lambda b, h, i, j: (large[j].float() > 2.0**24) | (i == j),
+        lambda b, h, i, j: (torch.exp(zeros[j] + 100) - torch.exp(zeros[j] + 101) < 0) | (i == j),
+    ):
+        mask = mask_mod(0, 0, i, j).expand(40, 40)
+        for backend in ("llvm", "tiled"):
+            found = tilewise.attention(x, x, x, mask_mod=mask_mod, backend=backend)
+            torch.testing.assert_close(found, tilewise.attention(x, x, x, mask=mask))
+
+
 def test_new_values_and_closures_are_seen():
     x = torch.randn(1, 6, 1, 4)
     x = x.double()
@@ -102,6 +164,41 @@ def test_new_values_and_closures_are_seen():
     for width in (1, 2):
         options = band(width, torch.full((), float(width)))
         close(tilewise.attention(x, x, x, **options), reference.attention(x, x, x, **options)[0])
+
+
+def test_what_a_function_asks_tensors_for_is_seen():
+    """Shapes and numbers that become constants; attributes of a function, and of modules that it imports."""
+    x = torch.randn(1, 12, 1, 4, dtype=torch.double)
+    settings = sys.modules["settings_of_a_test"] = types.ModuleType("settings_of_a_test")
+
+    def masks(n):
+        table, flag = torch.arange(n), torch.tensor(n > 5)
+
+        def imports(b, h, i, j):
+            import settings_of_a_test
+
+            return i - j < settings_of_a_test.width
+
+        settings.width = with_attribute.width = n
+        return (
+            lambda b, h, i, j: j < table.shape[0],
+            lambda b, h, i, j: j < len(table),
+            lambda b, h, i, j: table[j % table.size(0)] < n // 2,
+            lambda b, h, i, j: j <= table.max().item(),
+            lambda b, h, i, j: j <= i if flag else j >= i,
+            imports,
+            with_attribute,
+        )
+
+    def with_attribute(b, h, i, j):
+        return i - j < with_attribute.width
+
+    for n in (4, 9):
+        for mask_mod in masks(n):
+            close(
+                tilewise.attention(x, x, x, mask_mod=mask_mod),
+                reference.attention(x, x, x, mask_mod=mask_mod)[0],
+            )
 
 
 @pytest.mark.parametrize(
@@ -127,6 +224,9 @@ def test_new_values_and_closures_are_seen():
             IndexError,
             r"index [45] in dimension 1 of a captured .* \(6, 4\) is out of range \(line .*j - i",
         ),
+        ({"mask_mod": lambda b, h, i, j: i < 10**30}, TypeError, "10+ must be an integer of 64 bits.*line"),
+        ({"mask_mod": lambda b, h, i, j: (i + 1) ** -1 > 0}, TypeError, "no negative power.*line"),
+        ({"mask_mod": lambda b, h, i, j: torch.ones(6).to_sparse()[i] > 0}, TypeError, "sparse.*dense.*line"),
         ({"mask_mod": lambda b, h, i, j: i.item() > 0}, TypeError, "no value while the function is traced"),
         (
             {"mask_mod": lambda b, h, i, j: i.foo() > 0},

@@ -129,3 +129,19 @@ def test_results_and_gradients(mask, score):
         grads = reference.attention_backward(dout, *leaves, dlse=dlse, captured=(TABLE,), **options)
     for ours, theirs in zip((out, lse, *found), (*exact, *grads[:3], *grads.captured), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-8, atol=1e-8)
+
+
+def test_shifts_by_any_number():
+    """As PyTorch's, whose processors don't say what becomes of negative ones."""
+    x = torch.randn(1, 40, 1, 4, dtype=torch.double)
+    for mask_mod in (
+        lambda b, h, i, j: ((j + 8) << (i - 5)) >= 8,
+        lambda b, h, i, j: ((j - 8) << (i * 3)) >= 8,
+        lambda b, h, i, j: ((j - 8) >> (i - 5)) >= 1,
+        lambda b, h, i, j: ((j - 8) >> (i * 3)) >= 0,
+        lambda b, h, i, j: (i << (j - 20)) % 7 == 0,
+    ):
+        exact, _ = reference.attention(x, x, x, mask_mod=mask_mod)
+        for backend in ("llvm", "tiled"):
+            found = tilewise.attention(x, x, x, mask_mod=mask_mod, backend=backend)
+            torch.testing.assert_close(found, exact)

@@ -471,6 +471,8 @@ def test_wrong_calls_leave_the_cache_as_it_was():
     assert cache.lengths.tolist() == [0]
     with pytest.raises(TypeError, match="did you mean causal"):
         tilewise.attention_statistics(q, q, Aux(), casual=True)
+    with pytest.raises(ValueError, match="layout='xyz' must be"):
+        tilewise.attention_statistics(q, cache, Aux(entropy=True), layout="xyz")
     with pytest.raises(ValueError, match="batch must be None"):
         tilewise.attention_statistics(q, q, Aux(entropy=True), batch=[0])
 

@@ -144,8 +144,9 @@ def attention(
     options = Options(causal, *bounds, softcap, dropout_p, scale, deterministic, None, None, precision)
     is_scored = alibi_slopes is not None and is_learned(alibi_slopes)
     if mask_mod is not None or score_mod is not None or block_mask is not None or is_scored:
-        added, options = with_functions(in_layout(inputs, layout), options, mask_mod, score_mod, block_mask)
-        inputs = in_layout(added, layout)
+        given, is_shard = in_layout(inputs, layout), functions.is_served()
+        given, options = with_functions(given, options, mask_mod, score_mod, block_mask, is_shard=is_shard)
+        inputs = in_layout(given, layout)
     if return_aux is not None:
         out, lse, aux = statistics.attention(in_layout(inputs, layout), options, backend, return_aux)
         out = out.transpose(1, 2) if layout == "bhsd" else out

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Never
 
 from torch import Tensor
 
-from tilewise.api import Window, canonical_inputs, window_bounds
+from tilewise.api import Window, canonical_inputs, check_layout, window_bounds
 from tilewise.autograd import statistics
 from tilewise.cache.contiguous import KVCache
 from tilewise.cache.paged import PagedKVCache
@@ -90,6 +90,7 @@ def attention_statistics(
     if isinstance(key, KVCache | PagedKVCache):
         if cu_seqlens_q is not None or cu_seqlens_k is not None:
             raise ValueError("cu_seqlens_q and cu_seqlens_k must be None with a cache: it knows its lengths")
+        check_layout(layout)
         if layout == "bhsd" and query.ndim == 4:
             query = query.transpose(1, 2)
         step = cached_step(key, batch, query, None, None)

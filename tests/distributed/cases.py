@@ -16,6 +16,7 @@ import torch
 from tilewise import attention, attention_varlen, reference
 from tilewise.distributed import (
     Network,
+    context_parallel,
     context_parallel_attention,
     engine,
     network,
@@ -473,6 +474,28 @@ def with_functions(group, seed, method, balance, options):
     for g, w in zip(grads[3:], wanted[3:]):
         torch.distributed.all_reduce(g, group=group)
         close(g, w, "captured")
+
+
+def biases_by_function(group, in_context):
+    """Score functions that add a tensor's numbers by position: a bias on one device, not of shards."""
+    torch.manual_seed(6)
+    n, new = 13, lambda *shape: torch.randn(*shape, dtype=torch.float64)
+    q, rows, columns, both = new(1, n, 2, 8), new(n), new(n), new(2, n, n)
+    for score_mod in (
+        lambda s, b, h, i, j: s + rows[i],
+        lambda s, b, h, i, j: s + columns[j],
+        lambda s, b, h, i, j: s + both[h, i, j],
+    ):
+        exact = reference.attention(q, q, q, score_mod=score_mod, causal=True)
+        own, options = shard(q, group=group), {"score_mod": score_mod, "causal": True, "return_lse": True}
+        if in_context:
+            with context_parallel(group=group, seqlen=n, method="ring"):
+                out, lse = attention(own, own, own, **options)
+        else:
+            where = {"group": group, "seqlen": n, "method": "ring"}
+            out, lse = context_parallel_attention(own, own, own, **options, **where)
+        close(unshard(out, group=group, seqlen=n), exact[0], "out")
+        close(unshard(lse, dim=-1, group=group, seqlen=n), exact[1], "lse")
 
 
 def window_by_function(group):

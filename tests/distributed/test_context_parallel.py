@@ -233,6 +233,11 @@ def test_mask_and_score_functions(pool, method, seed):
     pool.run(world, CASES, "with_functions", seed, method, ("zigzag", "contiguous")[seed], options)
 
 
+@pytest.mark.parametrize("in_context", [False, True])
+def test_functions_that_say_a_bias(pool, in_context):
+    pool.run(2, CASES, "biases_by_function", in_context)
+
+
 def test_a_function_that_says_a_window_sends_few_keys(pool):
     assert pool.run(4, CASES, "window_by_function") == [[20, 0], [20, 4], [20, 4], [20, 4]]
 

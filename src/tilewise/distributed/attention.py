@@ -347,7 +347,7 @@ def _with_functions(
             )
         score_mod, inputs = with_slopes(slopes, 0, score_mod), inputs._replace(alibi_slopes=None)
     found = trace(mask_mod, score_mod, torch.is_grad_enabled(), query.device)
-    found, inputs, options = as_options(found, inputs, options)
+    found, inputs, options = as_options(found, inputs, options, is_shard=True)
     if not found.functions.roots:
         return inputs, options
     longest = max(b - a for a, b in itertools.pairwise(tokens.starts))

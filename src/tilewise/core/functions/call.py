@@ -34,11 +34,15 @@ def with_functions(
     score_mod: ScoreFunction | None,
     block_mask: Any = None,
     cached: Cached | None = None,
+    is_shard: bool = False,
 ) -> tuple[Inputs, Options]:
     """Inputs and options with the functions' captured tensors and expression, or with options that say the
     same. Compiled code breaks here.
 
     q_idx counts a cache's queries by their positions in the sequence, others from 0.
+
+    Args:
+        is_shard: the call has some of a sequence's tokens, and its functions count all.
 
     Raises:
         TypeError, NotImplementedError, IndexError, ValueError: a function is none that can be traced, or the
@@ -48,7 +52,7 @@ def with_functions(
         return inputs, options
     # Only compiled code needs what keeps the compiler out, which imports the compiler.
     add = _added_uncompiled if torch.compiler.is_compiling() else _added
-    return add(inputs, options, mask_mod, score_mod, block_mask, cached)
+    return add(inputs, options, mask_mod, score_mod, block_mask, cached, is_shard)
 
 
 def is_learned(alibi_slopes: Any) -> bool:
@@ -58,7 +62,7 @@ def is_learned(alibi_slopes: Any) -> bool:
 
 def _added(
     inputs: Inputs, options: Options, mask_mod: MaskFunction | None, score_mod: ScoreFunction | None,
-    block_mask: Any, cached: Cached | None,
+    block_mask: Any, cached: Cached | None, is_shard: bool,
 ) -> tuple[Inputs, Options]:  # fmt: skip
     check_tensors(query=inputs.query, key=inputs.key)
     extent = _extent(inputs)
@@ -76,11 +80,11 @@ def _added(
     first = None if cached is None else cached.first
     found = trace(mask_mod, score_mod, torch.is_grad_enabled(), inputs.query.device, first)
     if extent is not None:
-        found, inputs, options = as_options(found, inputs, options)
+        found, inputs, options = as_options(found, inputs, options, is_shard)
         if not found.functions.roots:
             return inputs, options
     buffers = pack(found, inputs.query)
-    functions = found.functions if extent is None else check_indices(found, extent)
+    functions = found.functions if extent is None or is_shard else check_indices(found, extent)
     floats, integers, layout = buffers
     inputs = inputs._replace(captured_floats=floats, captured_integers=integers, captured_layout=layout)
     return inputs, options._replace(functions=functions.text)

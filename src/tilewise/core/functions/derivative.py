@@ -100,9 +100,7 @@ def _terms(graph: Graph, n: int, g: int) -> list[tuple[int, int]]:
             quotient = add("floor", add("div", a, b))
             return [(a, g), (b, add("neg", add("mul", g, quotient)))]
         case "pow":
-            less = add("sub", b, const(1.0 if graph.nodes[b].kind == FLOAT else 1))
-            slope = add("mul", graph.cast(b, FLOAT), add("pow", a, less))
-            return [(a, add("mul", g, slope)), (b, add("mul", g, add("mul", n, add("log", a))))]
+            return _of_power(graph, n, g)
         case "neg":
             return [(a, add("neg", g))]
         case "abs":
@@ -118,6 +116,25 @@ def _terms(graph: Graph, n: int, g: int) -> list[tuple[int, int]]:
         case op if op in _SLOPES:
             return [(a, add("mul", g, _SLOPES[op](graph, graph.cast(a, FLOAT), n)))]
     return []  # of steps: floor, ceil, round, trunc, floordiv, casts
+
+
+def _of_power(graph: Graph, n: int, g: int) -> list[tuple[int, int]]:
+    """As PyTorch has it: a power of 0 has no slope, nor has 0 by its exponent."""
+    add, const = graph.add, graph.const
+    a, b = graph.nodes[n].args
+    exponent = graph.value(b)
+    if exponent == 0:
+        return []
+    if exponent == 0.5:  # kernels have roots, and no power of -0.5
+        return [(a, add("mul", g, add("div", const(0.5), n)))]
+    less = add("sub", b, const(1.0 if graph.nodes[b].kind == FLOAT else 1))
+    slope = add("mul", graph.cast(b, FLOAT), add("pow", a, less))
+    if exponent is not None:
+        return [(a, add("mul", g, slope))]
+    slope = add("where", add("eq", b, const(0)), const(0.0), slope)
+    is_zero = add("and", add("eq", a, const(0)), add("le", const(0), b))
+    by_exponent = add("where", is_zero, const(0.0), add("mul", n, add("log", a)))
+    return [(a, add("mul", g, slope)), (b, add("mul", g, by_exponent))]
 
 
 _SLOPES: dict[str, Callable[[Graph, int, int], int]] = {  # of (graph, argument, the function's value)

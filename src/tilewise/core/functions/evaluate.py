@@ -161,6 +161,33 @@ def maximum_of(a: Any, b: Any) -> Tensor:
     return a.clamp(min=b) if isinstance(a, Tensor) else b.clamp(min=a)
 
 
+def range_extremes(
+    table: Tensor, others: list[Tensor], first: Tensor, last: Tensor, runs: list[int]
+) -> tuple[Tensor, Tensor]:
+    """Of table[*others, first : last + 1], by the extremes of runs of 1, 2, 4, ... numbers.
+
+    A range is covered by the longest run that fits, from its start and from its end; `runs` are those.
+    """
+    least = greatest = table
+    widths = last - first + 1
+    shape = torch.broadcast_tensors(first, *others)[0].shape  # broadcast_shapes imports SymPy
+    low = torch.zeros(shape, dtype=table.dtype, device=table.device)
+    high, run = low.clone(), 1
+    while run <= runs[-1]:
+        if run in runs:
+            fits = (widths >= run) & (widths < 2 * run)
+            ends = [
+                (*others, x.clamp(max=least.shape[-1] - 1)) for x in (first, (last - run + 1).clamp(min=0))
+            ]
+            low = torch.where(fits, torch.minimum(least[ends[0]], least[ends[1]]), low)
+            high = torch.where(fits, torch.maximum(greatest[ends[0]], greatest[ends[1]]), high)
+        if least.shape[-1] > run:
+            least = torch.minimum(least[..., :-run], least[..., run:])
+            greatest = torch.maximum(greatest[..., :-run], greatest[..., run:])
+        run *= 2
+    return low, high
+
+
 def _divisor(b: Any) -> Any:
     """An integer divisor; 1 in the place of 0, which would end the program where no key is visible too."""
     return torch.where(b == 0, 1, b) if isinstance(b, Tensor) else b

@@ -160,11 +160,13 @@ class Graph:
 
 
 def _fold(op: str, values: list[Any]) -> Any:
-    """The operation on Python numbers; None if there is none or it fails."""
+    """The operation on Python numbers; None if there is none, it fails, or 64 bits don't hold the result."""
     try:
-        return _FOLDS[op](*values) if op in _FOLDS else None
+        found = _FOLDS[op](*values) if op in _FOLDS else None
     except (ArithmeticError, ValueError, TypeError):
         return None
+    is_wide = isinstance(found, int) and not -(1 << 63) <= found < 1 << 63
+    return None if is_wide or isinstance(found, complex) else found
 
 
 _FOLDS: dict[str, Callable[..., Any]] = {

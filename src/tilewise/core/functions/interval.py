@@ -14,12 +14,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tilewise.core.functions.evaluate import Buffers, minimum_of
+from tilewise.core.functions.evaluate import Buffers, minimum_of, range_extremes
 from tilewise.core.functions.expression import BOOL, FLOAT, INT, Functions, Graph
 
 Interval = tuple[Tensor, Tensor]
 UNKNOWN = 1 << 61  # ends of integers that nothing is known of; their sum does not overflow
 ROUNDING = 1e-6  # of float32, for each operation
+EXACT = 1 << 24  # integers up to here are floats of 32 bits
+MOST = torch.finfo(torch.float32).max
 MAX_PLACES = 64  # of a tensor, that one load of several ranges may read; more: all of it counts
 MAX_GATHERED = 1 << 22  # numbers, of all ranges of a load
 
@@ -81,6 +83,8 @@ class Intervals:
         args = [self.known[a] for a in node.args]
         kinds = [self.graph.nodes[a].kind for a in node.args]
         if node.op == "const":
+            if node.kind == FLOAT and math.isfinite(node.value):
+                return self._rounded(node.value)
             value = torch.full((), node.value, dtype=_DTYPES[node.kind], device=self.device)
             return value, value
         if node.op == "load":
@@ -91,8 +95,13 @@ class Intervals:
         if node.op in (BOOL, INT, FLOAT):
             return _cast(args[0], kinds[0], node.op)
         if node.op == "where":
+            extreme = self._extreme(n)
+            if extreme is not None:
+                return _BOTH[extreme](*(_cast(x, kind, node.kind) for x, kind in zip(args[1:], kinds[1:])))
             return _where(args[0], *(_cast(x, kind, node.kind) for x, kind in zip(args[1:], kinds[1:])))
         if node.op in ("lt", "le", "eq", "ne"):
+            if FLOAT in kinds:
+                args = [_cast(x, kind, FLOAT) for x, kind in zip(args, kinds)]
             return _COMPARISONS[node.op](*args)
         if node.kind == BOOL:
             return _LOGIC[node.op](*args)
@@ -103,6 +112,22 @@ class Intervals:
             return self._anything(INT)
         low, high = _INTEGERS[node.op](*args)
         return low.clamp(-UNKNOWN, UNKNOWN), high.clamp(-UNKNOWN, UNKNOWN)
+
+    def _rounded(self, value: float) -> Interval:
+        """A constant as it is in scores of float64, and of float32, where it may be infinite."""
+        single = torch.tensor(value, dtype=torch.float32, device="cpu").item()
+        ends = sorted({value, single})
+        found = [torch.full((), x, dtype=torch.float64, device=self.device) for x in ends]
+        return found[0], found[-1]
+
+    def _extreme(self, n: int) -> str | None:
+        """Which of minimum and maximum where(x < y, ...) of the same x and y is, if any."""
+        condition, *sides = self.graph.nodes[n].args
+        op, args = self.graph.nodes[condition][:2]
+        is_one = op in ("lt", "le") and sorted(sides) == sorted(args) and self.graph.nodes[n].kind != BOOL
+        if not is_one:
+            return None
+        return "minimum" if sides == [*args] else "maximum"
 
     def _anything(self, kind: str) -> Interval:
         ends = {FLOAT: (torch.nan, torch.nan), INT: (-UNKNOWN, UNKNOWN), BOOL: (False, True)}[kind]
@@ -167,7 +192,7 @@ def _least_and_greatest(table: Tensor, indices: list[Interval], widths: list[int
         (axis,) = ranged
         others = [low for n, (low, _) in enumerate(indices) if n != axis]
         known = runs.get(axis) or [1 << n for n in range(ranged[axis].bit_length())]
-        return _range_extremes(table.movedim(axis, -1), others, *indices[axis], known)
+        return range_extremes(table.movedim(axis, -1), others, *indices[axis], known)
     return table.amin(), table.amax()
 
 
@@ -200,33 +225,6 @@ def _runs(low: Tensor, high: Tensor, size: int) -> tuple[list[int], int]:
     return [1 << n for n, is_longest in enumerate(is_found) if is_longest], widest
 
 
-def _range_extremes(
-    table: Tensor, others: list[Tensor], first: Tensor, last: Tensor, runs: list[int]
-) -> Interval:
-    """Of table[*others, first : last + 1], by the extremes of runs of 1, 2, 4, ... numbers.
-
-    A range is covered by the longest run that fits, from its start and from its end; `runs` are those.
-    """
-    least = greatest = table
-    widths = last - first + 1
-    shape = torch.broadcast_tensors(first, *others)[0].shape  # broadcast_shapes imports SymPy
-    low = torch.zeros(shape, dtype=table.dtype, device=table.device)
-    high, run = low.clone(), 1
-    while run <= runs[-1]:
-        if run in runs:
-            fits = (widths >= run) & (widths < 2 * run)
-            ends = [
-                (*others, x.clamp(max=least.shape[-1] - 1)) for x in (first, (last - run + 1).clamp(min=0))
-            ]
-            low = torch.where(fits, torch.minimum(least[ends[0]], least[ends[1]]), low)
-            high = torch.where(fits, torch.maximum(greatest[ends[0]], greatest[ends[1]]), high)
-        if least.shape[-1] > run:
-            least = torch.minimum(least[..., :-run], least[..., run:])
-            greatest = torch.maximum(greatest[..., :-run], greatest[..., run:])
-        run *= 2
-    return low, high
-
-
 _DTYPES = {BOOL: torch.bool, INT: torch.int64, FLOAT: torch.float64}
 
 
@@ -242,6 +240,10 @@ def _cast(x: Interval, kind: str, to: str) -> Interval:
         return torch.where(unknown, -UNKNOWN, low.trunc()).long(), torch.where(
             unknown, UNKNOWN, high.trunc()
         ).long()
+    if kind == INT and to == FLOAT:
+        low, high = low.double(), high.double()
+        slack = [torch.where(t.abs() > EXACT, t.abs() * ROUNDING, 0.0) for t in (low, high)]
+        return low - slack[0], high + slack[1]
     return low.to(_DTYPES[to]), high.to(_DTYPES[to])
 
 
@@ -255,6 +257,7 @@ def _widened(low: Tensor, high: Tensor) -> Interval:
     """With what float32 may round; anything at all where an end is no number."""
     unknown = low.isnan() | high.isnan()
     low, high = low - low.abs() * ROUNDING - 1e-38, high + high.abs() * ROUNDING + 1e-38
+    low, high = torch.where(low < -MOST, -torch.inf, low), torch.where(high > MOST, torch.inf, high)
     return torch.where(unknown, torch.nan, low), torch.where(unknown, torch.nan, high)
 
 
@@ -290,11 +293,14 @@ def _product(x: Interval, y: Interval) -> Interval:
 
 
 def _shift(op: str) -> Callable[[Interval, Interval], Interval]:
-    """As a product with a power of 2, or its quotient."""
+    """As a product with a power of 2, or its quotient; by other than 0 to 62 bits any number, or a sign."""
 
     def found(x: Interval, y: Interval) -> Interval:
         by = tuple(torch.ones_like(s) << s.clamp(0, 62) for s in y)
-        return _product(x, by) if op == "shl" else _floordiv(x, by)  # type: ignore[arg-type]
+        low, high = _product(x, by) if op == "shl" else _floordiv(x, by)  # type: ignore[arg-type]
+        is_outside = (y[0] < 0) | (y[1] > 62)
+        ends = (-UNKNOWN, UNKNOWN) if op == "shl" else (x[0].clamp(max=-1), x[1].clamp(min=0))
+        return torch.where(is_outside, ends[0], low), torch.where(is_outside, ends[1], high)
 
     return found
 

@@ -19,11 +19,16 @@ from tilewise.core.problem import Inputs, Options
 from tilewise.core.torch_private import is_plain_eager
 
 
-def as_options(found: Trace, inputs: Inputs, options: Options) -> tuple[Trace, Inputs, Options]:
+def as_options(
+    found: Trace, inputs: Inputs, options: Options, is_shard: bool = False
+) -> tuple[Trace, Inputs, Options]:
     """The call with options in the place of what its functions say of them, and what functions are left.
 
     Where sequences have lengths of their own (caches, queries and keys packed differently), windows and
     distances stay with the functions. Beside the same options of the user's, softcap, bias and ALiBi do too.
+
+    Args:
+        is_shard: the call has some of a sequence's tokens, of which functions count all: a bias stays.
     """
     known = said(found.functions)
     if known is None:
@@ -34,7 +39,10 @@ def as_options(found: Trace, inputs: Inputs, options: Options) -> tuple[Trace, I
         if window is None:
             return found, inputs, options
         options, kept = window, known.masked
-    scored = None if known.score is None else _with_score(known.score, found, inputs, options, shift)
+    score = known.score
+    if is_shard and score is not None and score.bias is not None:
+        score = None
+    scored = None if score is None else _with_score(score, found, inputs, options, shift)
     if scored is not None:
         inputs, options = scored
         kept = known.rest

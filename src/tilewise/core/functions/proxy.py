@@ -39,6 +39,8 @@ class Recorder:
             raise IndexError(f"{len(indices)} indices are too many for a tensor of {t.ndim} dimensions")
         if t.is_complex():
             raise TypeError(f"a captured tensor of {t.dtype} must be of floats, integers or booleans")
+        if t.layout != torch.strided or t.is_quantized:
+            raise TypeError(f"a captured tensor of {t.layout} and {t.dtype} must be dense, of plain numbers")
         numbers = [self.number(i) for i in indices]
         if any(self.graph.nodes[n].kind == FLOAT for n in numbers):
             raise TypeError("an index must be an integer: floor-divide with //, or use .long()")
@@ -65,6 +67,8 @@ class Recorder:
                 )
             return self.load(x, ()).node  # type: ignore[no-any-return]
         if isinstance(x, bool | int | float):
+            if isinstance(x, int) and not -(1 << 63) <= x < 1 << 63:
+                raise TypeError(f"{x} must be an integer of 64 bits")
             return self.graph.const(x)
         if hasattr(x, "item"):  # a number of NumPy's
             return self.graph.const(x.item())
@@ -75,6 +79,8 @@ class Recorder:
         kinds = [self.graph.nodes[n].kind for n in numbers]
         if op in ("and", "or", "xor", "not", "shl", "shr") and FLOAT in kinds:
             raise TypeError(f"{op!r} takes booleans or integers, not floats")
+        if op == "pow" and FLOAT not in kinds and (self.graph.value(numbers[1]) or 0) < 0:
+            raise TypeError("an integer has no negative power: make it a float, as with .float()")
         if op in ("floordiv", "mod") and self.graph.value(numbers[1]) == 0:
             raise ZeroDivisionError("division by 0")
         if kinds == [BOOL, BOOL] and op in ("add", "mul"):  # as PyTorch has it
@@ -214,9 +220,27 @@ def _where(r: Recorder, condition: Any, a: Any, b: Any) -> Proxy:
 
 
 def _clamp(r: Recorder, x: Any, min: Any = None, max: Any = None) -> Any:
+    """At a bound the slope is that of x, as PyTorch has it; of equal numbers `maximum` has half of each."""
     if min is not None:
-        x = r.add("maximum", x, min)
-    return x if max is None else r.add("minimum", x, max)
+        is_float = FLOAT in (_proxy(r, x).kind, _proxy(r, min).kind)
+        x = r.add("where", r.add("lt", x, min), min, x) if is_float else r.add("maximum", x, min)
+    if max is not None:
+        is_float = FLOAT in (_proxy(r, x).kind, _proxy(r, max).kind)
+        x = r.add("where", r.add("lt", max, x), max, x) if is_float else r.add("minimum", x, max)
+    return x
+
+
+def _relu(r: Recorder, x: Any) -> Proxy:
+    """Its slope at 0 is 0."""
+    is_float = _proxy(r, x).kind == FLOAT
+    return r.add("where", r.add("le", x, 0), 0, x) if is_float else r.add("maximum", x, 0)
+
+
+def _sigmoid(r: Recorder, x: Any) -> Proxy:
+    """By exp(-|x|), which does not overflow; its slope would be 0 times infinity."""
+    is_negative = r.add("lt", x, 0)
+    decay = r.add("exp", r.add("where", is_negative, x, r.add("neg", x)))
+    return r.add("div", r.add("where", is_negative, decay, 1.0), r.add("add", 1.0, decay))
 
 
 def _logical(op: str) -> Callable[..., Proxy]:
@@ -268,8 +292,7 @@ METHODS: dict[str, Callable[..., Any]] = {
     "square": lambda r, x: r.add("mul", x, x),
     "reciprocal": lambda r, x: r.add("div", 1.0, x),
     "rsqrt": lambda r, x: r.add("div", 1.0, r.add("sqrt", x)),
-    "sigmoid": lambda r, x: r.add("div", 1.0, r.add("add", 1.0, r.add("exp", r.add("neg", x)))),
-    "relu": lambda r, x: r.add("maximum", x, 0),
+    "sigmoid": _sigmoid, "relu": _relu,
     "exp2": lambda r, x: r.add("exp", r.add("mul", x, math.log(2))),
     "log2": lambda r, x: r.add("mul", r.add("log", x), 1 / math.log(2)),
     "sign": lambda r, x: r.add("sub", r.add("int", r.add("lt", 0, x)), r.add("int", r.add("lt", x, 0))),

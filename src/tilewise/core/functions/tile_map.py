@@ -121,7 +121,8 @@ def refined(
             ))  # fmt: skip
             look = _visible if size > 1 else _elements
             always, sometimes = look(functions, buffers, ranges)
-            every, seldom = (t.expand(len(tiles), -1, -1, -1, -1).flatten(1) for t in (always, sometimes))
+            found = (t if t.ndim else t.view(1, 1, 1, 1, 1) for t in (always, sometimes))
+            every, seldom = (t.expand(len(tiles), -1, -1, -1, -1).flatten(1) for t in found)
             is_full, is_empty = every.all(1), ~seldom.any(1)
             is_sure = is_full | is_empty | (every.any(1) & ~seldom.all(1)) | (size == 1)
             kind = PARTIAL + is_full.to(torch.uint8) - is_empty.to(torch.uint8)

@@ -13,10 +13,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from tilewise.core.checks import shown
 from tilewise.core.functions.expression import BOOL, FLOAT, INDICES, LENGTH, Captured, Functions
-from tilewise.core.functions.proxy import Proxy, Recorder, line_of_error
+from tilewise.core.functions.proxy import PartOfTensor, Proxy, Recorder, line_of_error
 
 MASK_ARGUMENTS, SCORE_ARGUMENTS = 4, 5
 MAX_TRACES = 1024
@@ -51,7 +52,8 @@ def trace(
 
     A trace is kept by the functions' code, what they close over, their defaults and the globals that they
     read; of tensors among these the dtype, rank and device count, not the values. Functions that hold
-    something else, as objects with attributes, are traced in every call.
+    something else, as objects with attributes, or ask a tensor for its shape or numbers, are traced in every
+    call.
 
     Args:
         wants_grad: of captured tensors that require a gradient; not under torch.no_grad.
@@ -71,10 +73,11 @@ def trace(
         remember(known.functions, known.lines)
         tensors = tuple(walk.tensors[place] for place in known.places)
         return Trace(known.functions, tensors, known.lines)
-    found = _traced(mask_mod, score_mod, wants_grad, device, first)
+    with _Asked() as asked:
+        found = _traced(mask_mod, score_mod, wants_grad, device, first)
     places = [n for t in found.tensors for n, other in enumerate(walk.tensors) if other is t]
     remember(found.functions, found.lines)
-    if key is not None and len(places) == len(found.tensors):
+    if key is not None and not asked.anything and len(places) == len(found.tensors):
         if len(_known) >= MAX_TRACES:
             _known.clear()
         _known[key] = _Known(found.functions, tuple(places), found.lines)
@@ -174,6 +177,30 @@ def _definition(function: Any) -> str:
     return f"{code.co_filename}:{code.co_firstlineno}" if code else shown(function)
 
 
+class _Asked(TorchFunctionMode):
+    """Whether a function asks tensors for what its trace is not kept by: shapes, numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.anything = False
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func not in _KEPT_BY and not any(issubclass(t, Proxy | PartOfTensor) for t in types):
+            self.anything = True
+        return func(*args, **(kwargs or {}))
+
+
+_KEPT_BY = frozenset(
+    {
+        getattr(Tensor, name).__get__
+        for name in ("dtype", "ndim", "device", "requires_grad", "layout", "is_quantized")
+    }
+    | {Tensor.dim, Tensor.is_complex, Tensor.is_floating_point}
+)
+
+
 class _Unknown(Exception):
     """Something in a function's reach is not known to stay the same."""
 
@@ -215,13 +242,16 @@ class _Walk:
         self.open.append(id(function))
         cells = [self._cell(cell) for cell in function.__closure__ or ()]
         names = _globals_of(function.__code__)
+        if _imports(function.__code__):
+            raise _Unknown
         scope = function.__globals__
         own = [(name, self.key(scope[name])) for name in names if name in scope]
         missing = [name for name in names if name not in scope and not hasattr(builtins, name)]
         if missing:
             raise _Unknown
         defaults = self.key(function.__defaults__), self.key(function.__kwdefaults__)
-        return FunctionType, function.__code__, tuple(cells), tuple(own), defaults
+        attributes = self.key(function.__dict__)
+        return FunctionType, function.__code__, tuple(cells), tuple(own), defaults, attributes
 
     def _cell(self, cell: Any) -> Any:
         try:
@@ -233,9 +263,10 @@ class _Walk:
 def _is_constant(value: Any) -> bool:
     """Whether it is a module or class whose attributes don't change: PyTorch's and Python's own."""
     name = value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", None)
-    return isinstance(value, ModuleType | type) and str(name).split(".")[0] in ("torch", "math", "builtins")
+    return isinstance(value, ModuleType | type) and str(name).split(".")[0] in _CONSTANT
 
 
+_CONSTANT = ("torch", "math", "builtins")
 _DESCRIPTORS = (type(Tensor.add), type(torch.add), type(Tensor.__getitem__))
 
 
@@ -247,3 +278,11 @@ def _globals_of(code: CodeType) -> tuple[str, ...]:
         if isinstance(constant, CodeType):
             names.update(_globals_of(constant))
     return tuple(sorted(names))
+
+
+@functools.lru_cache(maxsize=MAX_TRACES)
+def _imports(code: CodeType) -> bool:
+    """Whether code, or that of functions defined in it, imports modules whose attributes may change."""
+    names = [i.argval for i in dis.get_instructions(code) if i.opname == "IMPORT_NAME"]
+    inner = [constant for constant in code.co_consts if isinstance(constant, CodeType)]
+    return any(name.split(".")[0] not in _CONSTANT for name in names) or any(map(_imports, inner))

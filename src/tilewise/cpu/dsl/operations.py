@@ -81,7 +81,14 @@ def _absolute(x: Operand) -> Value:
 
 
 def _shift(name: str) -> Callable[[Operand, Operand], Value]:
-    return lambda a, b: Value(getattr(builder(), name)(a.raw, maximum(0, minimum(b, like(63, b))).raw))
+    """By less than 0 or more than 63 bits no bit is left, but the sign to the right, as in PyTorch."""
+
+    def shifted(a: Operand, b: Operand) -> Value:
+        is_outside = (b < 0) | (b > 63)
+        found = Value(getattr(builder(), name)(a.raw, select(is_outside, 63, b).raw))
+        return select(is_outside, 0, found) if name == "shl" else found
+
+    return shifted
 
 
 def _compared(op: str) -> Callable[[Operand, Operand], Value]:
