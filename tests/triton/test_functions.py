@@ -77,6 +77,7 @@ def test_every_operation():
     def mask_mod(b, h, i, j):
         whole = (i - 2 * j) // (j % 5 * 2 - 3) + (i * 7) % -3 + (i - j) // 7 + abs(numbers[i] - j) // 4
         whole = whole + (numbers[j] * i**2) % 11 + ((i << 3) >> 1) + (i & j) + (i | 5) + (i ^ j) - ~i
+        whole = whole + (j << (i - 5)) % 7 + ((j - 8) >> (3 * i - 9))  # by any number of bits
         wide = torch.maximum(big[i] * 3, big[j]) // 1000 - (big[i] >> 5) % 77 + torch.minimum(big[j], i)
         return ((whole + wide) % 3 != 0) | (flags[i] & ~flags[j]) | (flags[j] ^ (i != j))
 

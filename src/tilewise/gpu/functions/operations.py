@@ -45,6 +45,19 @@ def remainder(a, b):
 
 
 @triton.jit
+def shifted_left(a, b):
+    """a << b of 64 bits; 0 for a b that is no number of bits."""
+    is_outside = (b < 0) | (b > 63)
+    return tl.where(is_outside, 0, a << tl.where(is_outside, 0, b))
+
+
+@triton.jit
+def shifted_right(a, b):
+    """a >> b of 64 bits; the sign for a b that is no number of bits."""
+    return a >> tl.where((b < 0) | (b > 63), 63, b)
+
+
+@triton.jit
 def exact_tanh(x):
     return tanh(x, True)
 

@@ -116,7 +116,8 @@ def _called() -> bytes:
 _HEAD = """import triton
 import triton.language as tl
 from tilewise.gpu.functions.operations import (
-    exact_tanh, expm1, floor_quotient, larger, log1p, remainder, round_to_even, smaller, trunc, whole_number
+    exact_tanh, expm1, floor_quotient, larger, log1p, remainder, round_to_even, shifted_left,
+    shifted_right, smaller, trunc, whole_number
 )
 from tilewise.gpu.functions.sums import add_each, add_one, diagonal_sums, rotated, times
 
@@ -305,10 +306,11 @@ _CALLS = {
     **{name: f"tl.{name}" for name in FUNCTIONS}, "sqrt": "tl.sqrt_rn",
     "tanh": "exact_tanh", "expm1": "expm1", "log1p": "log1p", "trunc": "trunc", "round": "round_to_even",
     "floordiv": "floor_quotient", "mod": "remainder", "abs": "tl.abs", "where": "tl.where",
+    "shl": "shifted_left", "shr": "shifted_right",
 }  # fmt: skip
 _INFIX = {
     "add": "+", "sub": "-", "mul": "*", "div": "/", "lt": "<", "le": "<=", "eq": "==", "ne": "!=",
-    "and": "&", "or": "|", "xor": "^", "shl": "<<", "shr": ">>",
+    "and": "&", "or": "|", "xor": "^",
 }  # fmt: skip
 # What is done with the terms of a load, [rows, columns]: for each way in which its place may change.
 _SUMMED = """@triton.jit
