@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import types
+from unittest import mock
 
 import pytest
 import torch
@@ -114,18 +115,21 @@ def test_slopes_of_powers(backend):
             close(ours, theirs)
 
 
-def any_width(index, size):
+def any_width(low, high, size):
     """What `interval._runs` gives while a graph is captured, where a GPU may not be waited for."""
-    return ([1], 1) if index[0] is index[1] else ([1 << n for n in range(size.bit_length())], size)
+    return [1 << n for n in range(size.bit_length())], size
 
 
 @pytest.mark.parametrize("is_captured", [False, True])
 def test_tile_map_agrees_with_every_element(is_captured, monkeypatch):
     documents = (torch.rand(96) < 1 / 20).cumsum(0)
-    mask = functions(None, None, documents)["mask_mod"]
-    found = trace(mask, None)
-    if is_captured:
-        monkeypatch.setattr(interval, "_runs", any_width)
+
+    def mask(b, h, i, j):
+        """Of indices that are computed, and so of unknown width."""
+        return (documents[95 - i] == documents[95 - j]) & (j <= i)
+
+    found, runs = trace(mask, None), mock.Mock(wraps=any_width if is_captured else interval._runs)
+    monkeypatch.setattr(interval, "_runs", runs)
     one, blocks = edges(1, 1), edges(96, 8)
     kinds = tile_kinds(
         found.functions, Buffers(None, documents, torch.tensor([0, 96])), one, one, blocks, blocks
@@ -134,7 +138,22 @@ def test_tile_map_agrees_with_every_element(is_captured, monkeypatch):
     tiles = mask(0, 0, i, j).view(12, 8, 12, 8)
     some, every = tiles.any(3).any(1), tiles.all(3).all(1)
     assert not some[kinds[0, 0] == EMPTY].any() and every[kinds[0, 0] == FULL].all()
-    assert (kinds == EMPTY).sum() > 66 and (kinds == FULL).any()
+    assert (kinds == EMPTY).sum() > 66 and (kinds == FULL).any() and runs.called
+
+
+def test_ranges_of_many_tiles_are_not_gathered(monkeypatch):
+    """A table of distances, of which each tile reads few: they would be many times the tiles."""
+    near, sizes = torch.rand(2 * 2048) < 0.5, []
+    gathered = interval._gathered
+    monkeypatch.setattr(interval, "MAX_GATHERED", 1 << 12)
+    monkeypatch.setattr(interval, "_gathered", lambda *given: sizes.append(given) or gathered(*given))
+    found = trace(lambda b, h, i, j: near[i - j + 2048], None)
+    one, blocks = edges(1, 1), edges(2048, 16)
+    numbers = Buffers(None, near.long(), torch.tensor([0, len(near)]))
+    kinds = tile_kinds(found.functions, numbers, one, one, blocks, blocks)[0, 0]
+    i, j = torch.arange(2048)[:, None], torch.arange(2048)
+    tiles = near[i - j + 2048].view(128, 16, 128, 16)
+    assert torch.equal(kinds == EMPTY, ~tiles.any(3).any(1)) and not sizes
 
 
 def test_tiles_of_numbers_that_float32_rounds():

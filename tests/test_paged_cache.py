@@ -369,7 +369,7 @@ def test_a_batch_in_earlier_memory_may_write_to_more_pages():
 
 
 @pytest.mark.parametrize("counts", [[18, 18, 18, 6], [2, 2, 2, 54], [17, 17, 13, 13]])
-def test_a_batch_refused_by_no_memory(counts):
+def test_earlier_memory_has_room_for_any_share_of_the_tokens(counts):
     cache = PagedKVCache(64, 16, 1, 4, dtype=torch.float32, max_seqlen=80)
     sequences = [cache.allocate() for _ in range(4)]
     first = cache.reserve(sequences, 15)

@@ -290,7 +290,7 @@ class PageTable:
         )  # fmt: skip
 
     def _most_written(self, rows: int, total: int) -> int:
-        """Pages that new tokens go to at most, however so many are shared out among the rows.
+        """Pages that new tokens go to at most, however that many are shared out among the rows.
 
         A row of n tokens writes to 1 + ceil((n - 1) / page_size) pages at most, and to none if it has none.
         """

@@ -9,7 +9,7 @@ from tilewise.core.functions.captured import out_of_range
 from tilewise.core.functions.derivative import derivative, tangent
 from tilewise.core.functions.evaluate import Buffers, Evaluator, Values, add_at, times
 from tilewise.core.functions.expression import decode
-from tilewise.core.functions.interval import Interval, Intervals, Ranges, Span
+from tilewise.core.functions.interval import Blocks, Interval, Intervals, Ranges
 from tilewise.core.functions.tile_map import FULL, PARTIAL, edges, tile_kinds
 from tilewise.core.problem import AttentionProblem, Inputs
 from tilewise.tiled.config import tiled_plan
@@ -30,16 +30,16 @@ class SegmentFunctions:
         self.kinds = self._map(lengths)
         self.guarded = self._guarded(*lengths)
 
-    def _points(self, numbers: range) -> Span:
+    def _points(self, numbers: range) -> Blocks:
         points = torch.arange(numbers.start, numbers.stop, device=self.device)
-        return Span(points, points, numbers.stop, 1)
+        return Blocks(points, points, numbers.stop, 1)
 
     def _guarded(self, seqlen_q: int, seqlen_k: int) -> list[int]:
         """The loads whose indices are not known to be in range by intervals."""
         lines = [self.b, self.h, *(self._points(range(n)) for n in (seqlen_q, seqlen_k))]
         if not all(len(line.first) for line in lines):
             return []
-        ranges = Ranges(*(Span(n.first[0], n.last[-1], n.end, len(n.first)) for n in lines))
+        ranges = Ranges(*(Blocks(n.first[0], n.last[-1], n.end, len(n.first)) for n in lines))
         graph, places = self.functions.graph, self.buffers.places(self.functions.tensors)
         found = Intervals(graph, self.functions, self.buffers, ranges)
         loads = [n for n in graph.reachable(self.functions.roots) if graph.nodes[n].op == "load"]

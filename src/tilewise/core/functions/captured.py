@@ -69,8 +69,8 @@ def _first_of_part(first: tuple[int, int, int, int], device: torch.device) -> Te
 def _in_one(tensors: list[Tensor], dtype: torch.dtype) -> Tensor | None:
     """Tensors one behind the other: a view of a single one, or a copy.
 
-    On a GPU a copy without a gradient is made once. On a CPU, where that is cheap, writes count that PyTorch
-    does not see: to `t.data`, or to NumPy's array of the same memory.
+    On a GPU a copy without a gradient is made once. On a CPU it is made in every call, so that writes count
+    that PyTorch does not see: to `t.data`, or to NumPy's array of the same memory.
     """
     if not tensors:
         return None

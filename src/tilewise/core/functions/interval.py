@@ -22,12 +22,12 @@ UNKNOWN = 1 << 61  # ends of integers that nothing is known of; their sum does n
 ROUNDING = 1e-6  # of float32, for each operation
 EXACT = 1 << 24  # integers up to here are floats of 32 bits
 MOST = torch.finfo(torch.float32).max
-MAX_PLACES = 64  # of a tensor, that one load of several ranges may read; more: all of it counts
+MAX_PLACES = 64  # of a tensor, that a load of ranges in several dimensions may read, however many tiles
 MAX_GATHERED = 1 << 22  # numbers, of all ranges of a load
 
 
-class Span(NamedTuple):
-    """Ranges of positions, and what is known of all of them without asking a GPU."""
+class Blocks(NamedTuple):
+    """Ranges of positions, single ones if `first is last`, and what is known of all without asking a GPU."""
 
     first: Tensor
     last: Tensor
@@ -38,17 +38,17 @@ class Span(NamedTuple):
 class Ranges(NamedTuple):
     """First and last b, h, i and j of some tiles, int64, each in a dimension of its own."""
 
-    b: Span
-    h: Span
-    i: Span
-    j: Span
+    b: Blocks
+    h: Blocks
+    i: Blocks
+    j: Blocks
 
     @classmethod
     def whole(cls, batch: int, heads: int, seqlen_q: int, seqlen_k: int) -> Ranges:
         """The only tile of a problem."""
         sizes = (batch, heads, seqlen_q, seqlen_k)
         first, *last = (torch.tensor(n, device="cpu") for n in (0, *(n - 1 for n in sizes)))
-        return cls(*(Span(first, n, size, size) for n, size in zip(last, sizes)))
+        return cls(*(Blocks(first, n, size, size) for n, size in zip(last, sizes)))
 
 
 class Intervals:
@@ -67,7 +67,7 @@ class Intervals:
     ) -> None:  # fmt: skip
         self.guarded = guarded
         self.graph, self.functions, self.buffers, self.ranges = graph, functions, buffers, ranges
-        self.device = ranges.i[0].device
+        self.device = ranges.i.first.device
         self.places = [] if buffers is None else buffers.places(functions.tensors)
         self.known: dict[int, Interval] = {}
         self.may_be_outside = torch.zeros((), dtype=torch.bool, device=self.device)
@@ -90,7 +90,7 @@ class Intervals:
         if node.op == "load":
             return self._load(n)
         if node.op in ("b", "h", "i", "j"):
-            span: Span = getattr(self.ranges, node.op)
+            span: Blocks = getattr(self.ranges, node.op)
             return span.first, span.last
         if node.op in (BOOL, INT, FLOAT):
             return _cast(args[0], kinds[0], node.op)
@@ -153,7 +153,7 @@ class Intervals:
                 self.may_be_outside = self.may_be_outside | (low < -extent) | (high >= extent)
             indices = [_index(x, extent) for x, extent in zip(indices, shape)]
         names = (self.graph.nodes[a].op for a in node.args)
-        spans: list[Span | None] = [getattr(self.ranges, name, None) for name in names]
+        spans: list[Blocks | None] = [getattr(self.ranges, name, None) for name in names]
         found = _least_and_greatest(table, indices, [span and span.widest for span in spans])
         return (
             _cast(found, INT, BOOL)
@@ -186,7 +186,8 @@ def _least_and_greatest(table: Tensor, indices: list[Interval], widths: list[int
         number = table[tuple(low for low, _ in indices)] if indices else table
         return number, number
     steps, tiles = math.prod(ranged.values()), torch.broadcast_tensors(*(low for low, _ in indices))[0]
-    if steps <= MAX_PLACES or steps * tiles.numel() <= MAX_GATHERED:
+    most = MAX_GATHERED if len(ranged) == 1 else max(MAX_GATHERED, MAX_PLACES * tiles.numel())
+    if steps * tiles.numel() <= most:
         return _gathered(table, indices, ranged)
     if len(ranged) == 1:
         (axis,) = ranged
@@ -255,7 +256,7 @@ def _where(condition: Interval, x: Interval, y: Interval) -> Interval:
 
 def _widened(low: Tensor, high: Tensor) -> Interval:
     """With what float32 may round; anything at all where an end is no number."""
-    unknown = low.isnan() | high.isnan()
+    unknown = low.isnan() | high.isnan() | ((low == -torch.inf) & (high == torch.inf))  # as of inf - inf
     low, high = low - low.abs() * ROUNDING - 1e-38, high + high.abs() * ROUNDING + 1e-38
     low, high = torch.where(low < -MOST, -torch.inf, low), torch.where(high > MOST, torch.inf, high)
     return torch.where(unknown, torch.nan, low), torch.where(unknown, torch.nan, high)

@@ -10,20 +10,22 @@ from torch import Tensor
 from tilewise.core.functions.captured import guarded_loads
 from tilewise.core.functions.evaluate import Buffers, Evaluator, Values
 from tilewise.core.functions.expression import Functions
-from tilewise.core.functions.interval import Interval, Intervals, Ranges, Span
+from tilewise.core.functions.interval import Blocks, Interval, Intervals, Ranges
 
 EMPTY, PARTIAL, FULL = 0, 1, 2
 TILES_AT_ONCE = 1 << 20  # whose intervals are in memory together
 PART = 16  # rows and columns of the parts that a tile is looked at by
 
 
-def edges(n: int, block: int, device: torch.device | str | None = None) -> Span:
+def edges(n: int, block: int, device: torch.device | str | None = None) -> Blocks:
     """The blocks of a length n."""
     first = torch.arange(0, n, block, device=device)
-    return Span(first, first if block == 1 else (first + (block - 1)).clamp(max=n - 1), n, block)
+    return Blocks(first, first if block == 1 else (first + (block - 1)).clamp(max=n - 1), n, block)
 
 
-def tile_kinds(functions: Functions, buffers: Buffers | None, b: Span, h: Span, i: Span, j: Span) -> Tensor:
+def tile_kinds(
+    functions: Functions, buffers: Buffers | None, b: Blocks, h: Blocks, i: Blocks, j: Blocks
+) -> Tensor:
     """EMPTY, PARTIAL or FULL of every tile that the ranges of b, h, i and j span.
 
     EMPTY and FULL are certain: no key, or every key, is visible to every query of the tile, and no index of a
@@ -45,7 +47,7 @@ def tile_kinds(functions: Functions, buffers: Buffers | None, b: Span, h: Span, 
     needs = functions.hides_by
     spans = {"b": b, "h": h, "i": i, "j": j}
     sizes = [len(span.first) if name in needs else 1 for name, span in spans.items()]
-    kinds = torch.empty(sizes, dtype=torch.uint8, device=i[0].device)
+    kinds = torch.empty(sizes, dtype=torch.uint8, device=i.first.device)
     for rows in _chunks(sizes):
         ranges = [_within(span, n, name in needs, rows) for n, (name, span) in enumerate(spans.items())]
         always, sometimes = _visible(functions, buffers, Ranges(*ranges))
@@ -69,19 +71,19 @@ def _chunks(sizes: list[int]) -> Iterator[tuple[slice, slice, slice]]:
                 )
 
 
-def _within(span: Span, axis: int, is_needed: bool, rows: tuple[slice, ...]) -> Span:
+def _within(span: Blocks, axis: int, is_needed: bool, rows: tuple[slice, ...]) -> Blocks:
     """The part of a span, in its own dimension of four; all of it as one range where it is not needed."""
     shape = [1, 1, 1, 1]
     shape[axis] = -1
     first, last, end, widest = span
     if first is last and (is_needed or len(first) == 1):  # points, as `interval` knows by their being one
         first = (first[rows[axis]] if axis < 3 else first).view(shape)
-        return Span(first, first, end, widest)
+        return Blocks(first, first, end, widest)
     if not is_needed and len(first):
         first, last, widest = first[:1], last[-1:], end
     elif axis < 3:
         first, last = first[rows[axis]], last[rows[axis]]
-    return Span(first.view(shape), last.view(shape), end, widest)
+    return Blocks(first.view(shape), last.view(shape), end, widest)
 
 
 def _visible(functions: Functions, buffers: Buffers | None, ranges: Ranges) -> Interval:
@@ -92,7 +94,7 @@ def _visible(functions: Functions, buffers: Buffers | None, ranges: Ranges) -> I
         extent = tuple(span.end for span in ranges)
         guarded = guarded_loads(functions, shapes, extent)  # type: ignore[arg-type]
     intervals = Intervals(functions.graph, functions, buffers, ranges, guarded)
-    always = sometimes = torch.ones((), dtype=torch.bool, device=ranges.i[0].device)
+    always = sometimes = torch.ones((), dtype=torch.bool, device=ranges.i.first.device)
     if functions.mask is not None:
         always, sometimes = intervals(functions.mask)
         always = always & ~intervals.may_be_outside
@@ -102,7 +104,7 @@ def _visible(functions: Functions, buffers: Buffers | None, ranges: Ranges) -> I
 
 
 def refined(
-    kinds: Tensor, functions: Functions, buffers: Buffers, b: Span, h: Span, i: Span, j: Span
+    kinds: Tensor, functions: Functions, buffers: Buffers, b: Blocks, h: Blocks, i: Blocks, j: Blocks
 ) -> Tensor:
     """`tile_kinds` of a mask function at single b and h, in which PARTIAL is certain too.
 
@@ -132,14 +134,14 @@ def refined(
     return kinds
 
 
-def _parts(span: Span, n: Tensor, start: Tensor, size: int, axis: int) -> Span:
+def _parts(span: Blocks, n: Tensor, start: Tensor, size: int, axis: int) -> Blocks:
     """Ranges of at most `size` positions of the n-th ranges of a span: [tiles, parts], in five dimensions."""
     first, last = (t[n][:, None] for t in (span.first, span.last))
     first = torch.minimum(first + start, last)
     last = torch.minimum(first + (size - 1), last)
     shape = [len(n), 1, 1, 1, 1]
     shape[axis + 1] = len(start)
-    return Span(first.view(shape), last.view(shape), span.end, size)
+    return Blocks(first.view(shape), last.view(shape), span.end, size)
 
 
 def _elements(functions: Functions, buffers: Buffers, ranges: Ranges) -> Interval:

@@ -35,6 +35,7 @@ class _Known(NamedTuple):
     functions: Functions
     places: tuple[int, ...]  # of each captured tensor, among those that the walk over the functions meets
     lines: dict[int, str]
+    shapes: tuple[torch.Size, ...] | None  # of all tensors that the walk meets, if a function asks for one
 
 
 _known: dict[Any, _Known] = {}
@@ -52,8 +53,7 @@ def trace(
 
     A trace is kept by the functions' code, what they close over, their defaults and the globals that they
     read; of tensors among these the dtype, rank and device count, not the values. Functions that hold
-    something else, as objects with attributes, or ask a tensor for its shape or numbers, are traced in every
-    call.
+    something else, as objects with attributes, or ask a tensor for its numbers, are traced in every call.
 
     Args:
         wants_grad: of captured tensors that require a gradient; not under torch.no_grad.
@@ -69,7 +69,7 @@ def trace(
     except _Unknown:
         key = None
     known = _known.get(key) if key is not None else None
-    if known is not None:
+    if known is not None and (known.shapes is None or known.shapes == walk.shapes()):
         remember(known.functions, known.lines)
         tensors = tuple(walk.tensors[place] for place in known.places)
         return Trace(known.functions, tensors, known.lines)
@@ -80,7 +80,8 @@ def trace(
     if key is not None and not asked.anything and len(places) == len(found.tensors):
         if len(_known) >= MAX_TRACES:
             _known.clear()
-        _known[key] = _Known(found.functions, tuple(places), found.lines)
+        shapes = walk.shapes() if asked.for_shapes else None
+        _known[key] = _Known(found.functions, tuple(places), found.lines, shapes)
     return found
 
 
@@ -178,20 +179,23 @@ def _definition(function: Any) -> str:
 
 
 class _Asked(TorchFunctionMode):
-    """Whether a function asks tensors for what its trace is not kept by: shapes, numbers."""
+    """Whether a function asks tensors for their shapes, or for what a trace is not kept by, as numbers."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.anything = False
+        self.for_shapes = self.anything = False
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func not in _KEPT_BY and not any(issubclass(t, Proxy | PartOfTensor) for t in types):
+        if func in _OF_SHAPE:
+            self.for_shapes = True
+        elif func not in _KEPT_BY and not any(issubclass(t, Proxy | PartOfTensor) for t in types):
             self.anything = True
         return func(*args, **(kwargs or {}))
 
 
+_OF_SHAPE = frozenset({Tensor.shape.__get__, Tensor.size, Tensor.numel, Tensor.__len__})  # type: ignore[attr-defined]
 _KEPT_BY = frozenset(
     {
         getattr(Tensor, name).__get__
@@ -211,6 +215,9 @@ class _Walk:
     def __init__(self) -> None:
         self.tensors: list[Tensor] = []
         self.open: list[int] = []  # functions being walked, as they may call themselves
+
+    def shapes(self) -> tuple[torch.Size, ...]:
+        return tuple(t.shape for t in self.tensors)
 
     def key(self, value: Any) -> Any:
         if value is None or isinstance(
@@ -250,7 +257,7 @@ class _Walk:
         if missing:
             raise _Unknown
         defaults = self.key(function.__defaults__), self.key(function.__kwdefaults__)
-        attributes = self.key(function.__dict__)
+        attributes = self.key(function.__dict__) if function.__dict__ else None
         return FunctionType, function.__code__, tuple(cells), tuple(own), defaults, attributes
 
     def _cell(self, cell: Any) -> Any:

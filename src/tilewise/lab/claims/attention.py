@@ -98,7 +98,7 @@ def memory_4k(setting: Setting) -> Measured:
     return saving(setting, 4096)
 
 
-@claim("memory-linear", "Twice the tokens take twice the memory.", FA1, 2, "×", "at most")
+@claim("memory-linear", "Twice the tokens take at most twice the memory.", FA1, 2, "×", "at most")
 def memory_linear(setting: Setting) -> Measured:
     """What the second doubling adds over what the first does: some memory does not grow."""
     dtype = sizes(setting, 8192).dtype

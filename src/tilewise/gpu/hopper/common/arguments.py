@@ -189,10 +189,8 @@ class RowTargets(NamedTuple):
     """Where the forward stores what belongs to a row, each like lse; None for statistics not asked for."""
 
     lse: Any
-    residual: (
-        Any  # what rounding took from lse, if has_residual is not 0: training and evaluation share a kernel
-    )
-    has_residual: Any
+    residual: Any  # what rounding took from lse; any pointer, which is not written to, if has_residual is 0
+    has_residual: Any  # no constant: training and evaluation share a kernel
     row_max: Any
     entropy: Any
 

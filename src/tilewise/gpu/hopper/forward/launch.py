@@ -104,7 +104,9 @@ def forward_launch(
         host.descriptor(key, (cfg.BOX_ROWS, 1, width), cfg.IS_ORDERED),
         host.descriptor(value, (cfg.BOX_ROWS, 1, width_v), cfg.IS_ORDERED),
         host.descriptor(out, (*rows, cfg.BLOCK_DV), problem.is_packed),
-        *(lse, lse if residual is None else residual, int(residual is not None), row_max, entropy),
+        lse,
+        *(lse if residual is None else residual, int(residual is not None)),  # lse: to be left alone there
+        *(row_max, entropy),
         *(sinks, cu_q, cu_k, order, first_tile, counter, lengths, table),
         host.errors_of(problem, query),
         *sizes,
