@@ -7,7 +7,6 @@ is not in it, a plan cannot see.
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -124,32 +123,32 @@ class Gpu(NamedTuple):
     num_sms: int
 
 
-class _Thread(threading.local):
-    gpu: Gpu | None = None
-
-
-_thread = _Thread()
+_stand_in: Gpu | None = None
 
 
 def stand_in() -> Gpu | None:
-    """The GPU that tensors on the meta device stand for in this thread, if they do."""
-    return _thread.gpu
+    """The GPU that tensors on the meta device stand for, if they do."""
+    return _stand_in
 
 
 @contextlib.contextmanager
 def standing_in(gpu: Gpu) -> Iterator[None]:
     """Inside, tensors on the meta device are taken for tensors of `gpu`: calls take their usual way to a plan
-    and its launches, which start nothing."""
-    before, _thread.gpu = _thread.gpu, gpu
+    and its launches, which compile and start nothing.
+
+    In every thread, as backwards run in threads of PyTorch's; so nothing else may run on a GPU meanwhile.
+    """
+    global _stand_in
+    before, _stand_in = _stand_in, gpu
     try:
         yield
     finally:
-        _thread.gpu = before
+        _stand_in = before
 
 
 def device_of(t: Tensor) -> torch.device:
     """Where plans are to think that a tensor is."""
-    return torch.device("cuda", 0) if t.is_meta and stand_in() is not None else t.device
+    return torch.device("cuda", 0) if _stand_in is not None and t.is_meta else t.device
 
 
 # ---- looking at tensors

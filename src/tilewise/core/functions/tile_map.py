@@ -20,7 +20,8 @@ PART = 16  # rows and columns of the parts that a tile is looked at by
 def edges(n: int, block: int, device: torch.device | str | None = None) -> Blocks:
     """The blocks of a length n."""
     first = torch.arange(0, n, block, device=device)
-    return Blocks(first, first if block == 1 else (first + (block - 1)).clamp(max=n - 1), n, block)
+    last = first if block == 1 else (first + (block - 1)).clamp(max=n - 1)
+    return Blocks(first, last, n, min(block, max(1, n)))
 
 
 def tile_kinds(

@@ -94,10 +94,7 @@ _listeners: list[Callable[[Any], None]] = []  # told of each kernel that is comp
 
 @contextlib.contextmanager
 def compiling_for(gpu: Gpu, listener: Callable[[Any], None]) -> Iterator[None]:
-    """Inside, calls on meta tensors compile what they would launch on `gpu`; `listener` gets each kernel.
-
-    Triton's driver is the process's, so nothing else may run on a GPU meanwhile.
-    """
+    """Inside, calls on meta tensors compile what they would launch on `gpu`; `listener` gets each kernel."""
     active = driver._active
     driver.set_active(CompileOnlyDriver(gpu.capability))
     _listeners.append(listener)

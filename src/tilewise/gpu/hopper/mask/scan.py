@@ -47,7 +47,7 @@ def scan_function_kernel(
 ):  # fmt: skip
     """`scan_mask_kernel` of a mask function, MASK, with queries as rows or, transposed, keys.
 
-    A thread makes whole words, so that no two need to talk about a score.
+    Each thread builds whole words, so no reduction over columns is needed.
     """
     number = tl.program_id(0)
     tile, map_row = number % column_tiles, number // column_tiles
@@ -82,6 +82,7 @@ def store_tile(
     bit = tl.arange(0, BLOCK_N // 4)[:, None]
     key_exists = bit // 2 * 8 + bit % 2 + 2 * thread < keys
     real = tl.sum(key_exists.to(tl.int32) << bit, 0)[None, :]  # [1, 4], the bits of keys
+    # [1, 4], all bits that a word has
     full = tl.sum(tl.full([BLOCK_N // 4, 4], 1, tl.int32) << bit, 0)[None, :]
     sees_all = tl.reshape(tl.min((words == full).to(tl.int32), 1), [WARPGROUPS, ROWS])
     seen = tl.max((words & real != 0).to(tl.int32), 1)

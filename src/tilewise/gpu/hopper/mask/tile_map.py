@@ -191,6 +191,7 @@ def scan_function_launch(
     counts = (heads, row_tiles, rows, lengths[1], -(-lengths[1] // block_n))
     constants = (warpgroups, block_n, is_transposed, helpers(kernel).mask)
     arguments = (captured, states, bits, *call_lengths, *counts, *constants)
+    # few warps: a thread has several rows, which share what it loads of a column
     return Launch(scan_function_kernel, states.shape[0], arguments, num_warps=4)
 
 
