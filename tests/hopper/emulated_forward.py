@@ -18,7 +18,7 @@ emulator.TIMEOUT = 20.0
 from tilewise import reference
 from tilewise.core.dropout import with_origin
 from tilewise.core.problem import AttentionProblem, Inputs, Options
-from tilewise.core.statistics import Aux
+from tilewise.core.statistics import Aux, largest_of_heads
 from tilewise.gpu.hopper import plan
 from tilewise.gpu.hopper.common import biases, functions, host
 from tilewise.gpu.hopper.forward import launch
@@ -56,6 +56,7 @@ CASES: dict[str, tuple[Any, Any, int, int, int, int, dict[str, Any]]] = {
     "steep_causal": (500, 500, 5, 5, 128, 128, {"scale": 1.0, "causal": True}),
     "more_queries": (300, 70, 2, 1, 64, 64, {"causal": True}),
     "window": (600, 580, 2, 1, 128, 128, {"window_left": 40, "window_right": 10}),
+    "negative": (300, 700, 2, 1, 64, 64, {"negative": True}),  # all scores are
     "window_d64": (2500, 2500, 1, 1, 64, 64, {"window_left": 100, "window_right": 0}),
     "left_window": (300, 500, 1, 1, 64, 64, {"window_left": 20}),
     "softcap": (150, 150, 2, 1, 64, 64, {"softcap": 3.0, "causal": True}),
@@ -157,14 +158,14 @@ CASES: dict[str, tuple[Any, Any, int, int, int, int, dict[str, Any]]] = {
 
 # whose forward is asked for statistics of its weights as well
 WATCHED = {
-    "full", "causal", "long_d64", "steeper", "steeper_long_causal", "large_sinks", "more_queries",
+    "full", "causal", "negative", "long_d64", "steeper", "steeper_long_causal", "large_sinks", "more_queries",
     "window_d64", "left_window", "softcap", "sinks", "few_queries", "packed", "mask_blocks_window",
     "mask_rows", "mask_steep", "mask_nothing", "d256_128",
 }  # fmt: skip
 
 
 def check_watched(problem: AttentionProblem, inputs: Inputs, expected: tuple[torch.Tensor, ...]) -> float:
-    """Largest error of row_max and entropy; what else the forward gives is as without them, but for rounding
+    """Largest error of row_max and entropy; max_logit is that of row_max; what else the forward gives is as without them, but for rounding
     where entropy is asked for."""
     found = launch.forward(problem, inputs, None, "bshd", True, ("row_max",))
     assert all(map(torch.equal, found[:3], expected))
@@ -172,6 +173,8 @@ def check_watched(problem: AttentionProblem, inputs: Inputs, expected: tuple[tor
     assert torch.equal(row_max, found[3])
     assert (found[0] - expected[0]).abs().amax() <= expected[0].abs().amax() * 2**-7
     torch.testing.assert_close(found[1], expected[1], atol=1e-5, rtol=1e-5)
+    max_logit = launch.forward(problem, inputs, None, "bshd", True, ("max_logit", "entropy"))[3]
+    assert torch.equal(max_logit, largest_of_heads(row_max))
     query, key = inputs.query, inputs.key
     exact_lse = tiled.forward(*_exact(problem, inputs))[1]
     exact = tiled_statistics.measure(
@@ -205,6 +208,8 @@ def check(name: str) -> float:
         torch.randn(*lead, h, d).to(dtype)
         for lead, h, d in ((lead_q, heads, dim), (lead_k, kv_heads, dim), (lead_k, kv_heads, dim_v))
     )
+    if options.pop("negative", False):
+        q, k = q.abs(), -k.abs()
     if ramp:  # scores grow by 8 * ramp from 64 keys to the next, in the order of visits
         visits = torch.arange(lengths_k) // 64
         q[..., 0], k[..., 0] = 8, ramp * (visits.flip(0) if "window_left" in options else visits)[:, None]

@@ -13,6 +13,7 @@ Layouts, swizzles, registers and fences are not modelled: those the compiler and
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import random
@@ -379,6 +380,9 @@ class Pointer:
     def __getitem__(self, key: Any) -> Pointer:
         return Pointer(self.base, self.offset[key])
 
+    def to(self, dtype: torch.dtype) -> Pointer:
+        return self
+
 
 def _load(p: Pointer, mask: Any = None, other: Any = None) -> Tile:
     if mask is None:
@@ -414,6 +418,26 @@ def _atomic_add(p: Pointer, value: Any, mask: Any = None, sem: str = "acq_rel") 
     return before
 
 
+def _atomic_max(p: Pointer, value: Any) -> None:
+    with _lock:
+        p.base.scatter_reduce_(0, p.offset.flatten().long(), value.flatten(), "amax")
+
+
+def _append(x: Tile, bound: Tile, held: Tile, starts: Pointer, key: Tile, size: int) -> Tile:
+    """`statistics.largest.append`."""
+    held, key = held[..., 0], key.expand(x.shape)
+    for e in range(2):
+        is_in = x[..., e] >= bound[..., 0]
+        entry = key[..., e].long() << 32 | x[..., e].contiguous().view(torch.int32).long() & 0xFFFFFFFF
+        _store(Pointer(starts.base, starts.offset[..., 0] + held), entry, is_in & (held < size))
+        held = held + is_in
+    return tile(torch.stack((held, held), -1))
+
+
+def _reduce_by(x: Tile, axis: int, combine: Callable[[Any, Any], Any]) -> Tile:
+    return tile(functools.reduce(combine, x.unbind(axis)))
+
+
 def _inline_asm(asm: str, constraints: str, args: list[Any], dtype: Any, is_pure: bool, pack: int) -> Any:
     for name, function in (("ex2", torch.exp2), ("lg2", torch.log2), ("rcp", torch.reciprocal)):
         if f"{name}.approx" in asm:
@@ -422,6 +446,10 @@ def _inline_asm(asm: str, constraints: str, args: list[Any], dtype: Any, is_pure
     if "mul.rn" in asm or "fma.rn" in asm:  # in float64 products are exact
         x, y, *z = (torch.as_tensor(x, dtype=torch.float32).double() for x in args)
         return tile((x * y + z[0] if z else x * y).float())
+    if "st.global.v2" in asm:
+        return _append(*args)
+    if "max.s32" in asm:
+        return tile(torch.maximum(*args))
     if "mul.wide" in asm:
         p = args[0] * int(asm.split("$2, ")[1].split(";")[0])  # int64 wraps around, as uint64 does
         return tile((p >> 32) & 0xFFFFFFFF), tile(p & 0xFFFFFFFF)
@@ -705,13 +733,13 @@ def install() -> None:
         minimum=_both(torch.minimum), maximum=_both(torch.maximum),
         arange=lambda a, b, layout=None: tile(torch.arange(a, b)),
         full=lambda shape, value, dtype, layout: tile(torch.full(tuple(shape), value, dtype=dtype)),
-        sum=_reduction(torch.sum), max=_reduction(torch.amax), min=_reduction(torch.amin),
+        reduce=_reduce_by, sum=_reduction(torch.sum), max=_reduction(torch.amax), min=_reduction(torch.amin),
         log=torch.log, log2=torch.log2, abs=torch.abs,
         cast=_cast,
         expand_dims=torch.unsqueeze, associative_scan=lambda x, axis, add: x.cumsum(axis),
         convert_layout=lambda x, layout, **_: x, permute=torch.permute,
         join=lambda a, b: torch.stack((a, b), -1),
-        load=_load, store=_store, atomic_add=_atomic_add, inline_asm_elementwise=_inline_asm,
+        load=_load, store=_store, atomic_add=_atomic_add, atomic_max=_atomic_max, inline_asm_elementwise=_inline_asm,
         program_id=lambda axis: _local.program[0], num_programs=lambda axis: _local.program[1],
         static_range=range, allocate_shared_memory=_allocate, warp_specialize=_specialize,
         SliceLayout=_layout, BlockedLayout=_layout, SwizzledSharedLayout=_layout, DotOperandLayout=_layout,

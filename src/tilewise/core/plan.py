@@ -23,8 +23,9 @@ class Watched(NamedTuple):
     """What a forward gives that was asked for statistics of its weights, and has them in its pass."""
 
     results: Results
-    row_max: Tensor | None
-    entropy: Tensor | None
+    row_max: Tensor | None = None
+    entropy: Tensor | None = None
+    max_logit: Tensor | None = None
 
 
 class Saves(NamedTuple):

@@ -215,12 +215,13 @@ class Measured(NamedTuple):
     rows: Tensor | None
     top_weights: Tensor | None
     top_keys: Tensor | None
+    max_logit: Tensor | None  # of a forward that gives it without row_max
 
     def answer(self, aux: Aux, lse: Tensor | None) -> Statistics:
         return Statistics(
             lse=lse if aux.lse else None,
             row_max=self.row_max if aux.row_max else None,
-            max_logit=_largest(self.row_max) if aux.max_logit and self.row_max is not None else None,
+            max_logit=self._largest() if aux.max_logit else None,
             entropy=self.entropy,
             column_sum=self.column_sum,
             top_k=TopK(self.top_weights, self.top_keys)  # type: ignore[arg-type]
@@ -231,6 +232,9 @@ class Measured(NamedTuple):
             expected_distance=self.expected_distance,
         )
 
+    def _largest(self) -> Tensor | None:
+        return self.max_logit if self.row_max is None else largest_of_heads(self.row_max)
+
 
 def merged(parts: Iterable[Measured]) -> Measured:
     """What several passes have found, of different statistics."""
@@ -240,8 +244,8 @@ def merged(parts: Iterable[Measured]) -> Measured:
 NOTHING = Measured(*(None,) * len(Measured._fields))
 
 
-def _largest(row_max: Tensor) -> Tensor:
-    """Of each head; heads are the last dimension but one."""
+def largest_of_heads(row_max: Tensor) -> Tensor:
+    """max_logit; heads are the last dimension but one."""
     row_max, heads = row_max.detach(), row_max.shape[-2]
     if not row_max.numel():
         return row_max.new_full((heads,), float("-inf"))
@@ -274,6 +278,7 @@ def new_measured(aux: Aux, problem: AttentionProblem, inputs: Inputs) -> Measure
         rows=full((problem.batch, heads, len(aux.rows), longest_k)) if aux.rows else None,
         top_weights=full((*of_rows, aux.top_k)) if aux.top_k else None,
         top_keys=full((*of_rows, aux.top_k), -1, torch.int64) if aux.top_k else None,
+        max_logit=None,
     )
 
 

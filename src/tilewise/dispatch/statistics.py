@@ -31,8 +31,8 @@ SERVES: dict[str, frozenset[str]] = {
     "aten": frozenset({"lse"}),
     "tiled": frozenset(NAMES),
 }
-# What a forward may be asked for in its own pass, for which statistic: a kernel that cannot leaves it out.
-IN_FORWARD = {"row_max": "row_max", "max_logit": "row_max", "entropy": "entropy"}
+# What a forward may be asked for in its own pass: a kernel that cannot leaves it out. row_max has max_logit.
+IN_FORWARD = ("row_max", "max_logit", "entropy")
 WITHOUT_FUNCTIONS = ("triton",)  # have no statistics with mask or score functions
 
 
@@ -91,8 +91,8 @@ def choose(problem: AttentionProblem, aux: Aux, backend: str | None) -> str:
 @functools.lru_cache(maxsize=256)
 def request(aux: Aux) -> Request:
     """What the forward is asked for, beside its output."""
-    names = {IN_FORWARD[name] for name in aux.names if name in IN_FORWARD}
-    return Request(residual=True, statistics=tuple(sorted(names)))
+    names = tuple(name for name in IN_FORWARD if name in aux.names)
+    return Request(residual=True, statistics=tuple(n for n in names if n != "max_logit" or "row_max" not in names))
 
 
 @functools.lru_cache(maxsize=256)
@@ -107,8 +107,8 @@ def measure(
     """`Measured` of a call whose forward gave this."""
     given = NOTHING
     if isinstance(forward, Watched):
-        forward, row_max, entropy = forward
-        given = NOTHING._replace(row_max=row_max, entropy=entropy)
+        forward, row_max, entropy, max_logit = forward
+        given = NOTHING._replace(row_max=row_max, entropy=entropy, max_logit=max_logit)
         aux = _after_forward(aux)
     if not aux.needs_pass:
         return given

@@ -19,7 +19,8 @@ class ForwardPlan(OutputPlan):
 
     def __init__(self, problem: AttentionProblem, signature: Signature, may_cut: bool = True) -> None:
         super().__init__(problem, signature, may_cut)
-        self.statistics = signature.request.statistics
+        asked = signature.request.statistics
+        self.statistics = tuple("row_max" if name == "max_logit" else name for name in asked)
         self.kernel = load("forward", forward_config(problem, self.given, may_cut, self.statistics))
         if not problem.is_packed:
             self.division = self.divide(problem.seqlen_q)

@@ -169,9 +169,8 @@ def _watched(request: Request, problem: AttentionProblem, inputs: Inputs) -> Wat
         problem, inputs, None, request.order, request.residual, request.statistics
     )
     residual = more.pop(0) if request.residual else None
-    row_max = more.pop(0) if "row_max" in request.statistics else None
-    entropy = more.pop(0) if "entropy" in request.statistics else None
-    return Watched(Results(in_order(out, request.order), lse, residual), row_max, entropy)
+    found = dict(zip(request.statistics, more, strict=True))
+    return Watched(Results(in_order(out, request.order), lse, residual), **found)
 
 
 def _never_again(problem: AttentionProblem, order: str, residual: bool, given: Given) -> None:

@@ -46,11 +46,12 @@ class ForwardConfig:
     IS_GUARDED: bool = False  # it may read out of range
     HAS_ROW_MAX: bool = False  # asked for
     HAS_ENTROPY: bool = False
+    HAS_MAX_LOGIT: bool = False  # of heads: rows of a tile are of one
 
     @property
     def WATCHES(self) -> bool:
         """Whether statistics of the weights are asked for: see `forward.watched`."""
-        return self.HAS_ROW_MAX or self.HAS_ENTROPY
+        return self.HAS_ROW_MAX or self.HAS_ENTROPY or self.HAS_MAX_LOGIT
 
     @property
     def IS_ORDERED(self) -> bool:
@@ -193,6 +194,7 @@ class RowTargets(NamedTuple):
     has_residual: Any  # no constant: training and evaluation share a kernel
     row_max: Any
     entropy: Any
+    max_logit: Any  # (heads,), not of rows: -inf at first
 
 
 class Cache(NamedTuple):

@@ -106,13 +106,14 @@ def positions(x, row, column, is_transposed: gl.constexpr):
 
 @gluon.jit
 def hide_by_function(
-    x, row, column, is_transposed: gl.constexpr, batch, head, work, extras, cfg: gl.constexpr
-):
-    """x [64, N] with -inf where the inlined mask function hides a key; the rest as in `positions`."""
+    x, row, column, is_transposed: gl.constexpr, batch, head, work, extras, cfg: gl.constexpr,
+    hidden=float("-inf"),
+):  # fmt: skip
+    """x [64, N] with `hidden` where the inlined mask function hides a key; the rest as in `positions`."""
     queries, keys = positions(x, row, column, is_transposed)
     place = Place(batch, head, work.seqlen_q, work.seqlen_k)
     visible, _ = cfg.MASK(queries, keys, place, extras.captured)
-    return gl.where(visible, x, float("-inf"))
+    return gl.where(visible, x, hidden)
 
 
 @gluon.jit

@@ -45,6 +45,18 @@ def partial_layout():
 
 
 @gluon.constexpr_function
+def pair_layout():
+    """Of [64, 4, 2] values: eight columns of an accumulator, two in each of the four threads of a row."""
+    return gl.DistributedLinearLayout(
+        reg_bases=[[0, 0, 1], [8, 0, 0]],
+        lane_bases=[[0, 1, 0], [0, 2, 0], [1, 0, 0], [2, 0, 0], [4, 0, 0]],
+        warp_bases=[[16, 0, 0], [32, 0, 0]],
+        block_bases=[],
+        shape=[64, 4, 2],
+    )
+
+
+@gluon.constexpr_function
 def call_layout(num_columns):
     """Of calls of the generator of dropout, one for four rows and columns of [64, num_columns] scores.
 

@@ -87,21 +87,21 @@ def by_thread(s, tile, row, work, cfg: gl.constexpr):
 
 
 @gluon.jit
-def mask_right(s, tile, row, work, sizes, cfg: gl.constexpr):
-    """s with -inf where a key is past the last that its query sees."""
+def mask_right(s, tile, row, work, sizes, cfg: gl.constexpr, hidden=float("-inf")):
+    """s with `hidden` where a key is past the last that its query sees."""
     x, positions, firsts, columns = by_thread(s, tile, row, work, cfg)
     last = 0 * positions + (work.seqlen_k - 1 - tile * cfg.BLOCK_N)
     if cfg.HAS_RIGHT:
         last = gl.minimum(positions + sizes.window_right, last)
-    x = gl.where(columns <= last - firsts, x, float("-inf"))
+    x = gl.where(columns <= last - firsts, x, hidden)
     return gl.convert_layout(x.reshape(s.shape), s.type.layout, assert_trivial=True)
 
 
 @gluon.jit
-def mask_left(s, tile, row, work, sizes, cfg: gl.constexpr):
-    """s with -inf where a key is before the first that its query sees."""
+def mask_left(s, tile, row, work, sizes, cfg: gl.constexpr, hidden=float("-inf")):
+    """s with `hidden` where a key is before the first that its query sees."""
     x, positions, firsts, columns = by_thread(s, tile, row, work, cfg)
-    x = gl.where(columns >= positions - sizes.window_left - firsts, x, float("-inf"))
+    x = gl.where(columns >= positions - sizes.window_left - firsts, x, hidden)
     return gl.convert_layout(x.reshape(s.shape), s.type.layout, assert_trivial=True)
 
 

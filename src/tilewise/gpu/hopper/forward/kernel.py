@@ -46,7 +46,7 @@ from tilewise.gpu.hopper.forward.scores import (
     surviving,
     with_dropout,
 )
-from tilewise.gpu.hopper.forward.watched import nothing_watched
+from tilewise.gpu.hopper.forward.watched import are_negative, nothing_watched
 from tilewise.gpu.hopper.mask.visits import entry_at, load_bits, tile_of, visits_of
 
 MANY_TILES = gl.constexpr(8)  # of keys: from there on a work tile looks how steep its first scores are
@@ -146,6 +146,8 @@ def mma_role(
             W, s, m, l, watched, left, entry, words, 0 * left, slope, bias, row, tiles, 1, is_exact, work,
             sizes, factors, extras, dtype, cfg,
         )  # fmt: skip
+        if cfg.HAS_MAX_LOGIT:
+            follows = gl.maximum(follows, are_negative(watched, row, work))
         entry = entry_at(gl.maximum(left - 1, 0), visits, all_tiles, mask, cfg)
         while left > 0:
             left -= 1
@@ -209,8 +211,8 @@ EXTRA_INTEGERS = ("dropout_addend", "dropout_either", "slopes_stride", "bias_bat
 
 @gluon.jit(do_not_specialize=["has_residual", *Sizes._fields, *MASK_STRIDES, *EXTRA_INTEGERS])
 def attn_fwd_kernel(
-    q_desc, k_desc, v_desc, o_desc, lse_ptr, residual_ptr, has_residual, row_max_ptr, entropy_ptr, sinks,
-    cu_seqlens_q, cu_seqlens_k, order, first_tile, counter,
+    q_desc, k_desc, v_desc, o_desc, lse_ptr, residual_ptr, has_residual, row_max_ptr, entropy_ptr, max_logit_ptr,
+    sinks, cu_seqlens_q, cu_seqlens_k, order, first_tile, counter,
     seqlens_k, page_table, errors,
     batch, seqlen_q, seqlen_k, group_size, num_bh, num_tiles, l2_swizzle, window_left, window_right,
     rows_k, rows_v, stride_page_table, num_pages, scale_log2e, two_over_softcap_log2e, softcap_log2e,
@@ -218,8 +220,11 @@ def attn_fwd_kernel(
     dropout_seed, dropout_addend, dropout_either, inverse_keep, slopes, slopes_stride,
     bias, bias_batch, bias_head, bias_row, captured, score_unit, cfg: gl.constexpr,
 ):  # fmt: skip
-    """out, lse, residual if has_residual, and, unless None, row_max and entropy; integers: `Sizes`."""
-    targets = RowTargets(lse_ptr, residual_ptr, has_residual, row_max_ptr, entropy_ptr)
+    """out, lse, residual if has_residual, and what is asked for of row_max, entropy and max_logit.
+
+    Integers: `Sizes`.
+    """
+    targets = RowTargets(lse_ptr, residual_ptr, has_residual, row_max_ptr, entropy_ptr, max_logit_ptr)
     sizes = Sizes(
         batch, seqlen_q, seqlen_k, group_size, num_bh, num_tiles, l2_swizzle, window_left, window_right,
         rows_k, rows_v, stride_page_table, num_pages,

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from tilewise.core.problem import AttentionProblem, Inputs
 from tilewise.core.signature import new_out
+from tilewise.core.statistics import largest_of_heads
 from tilewise.gpu.hopper.common import host
 from tilewise.gpu.hopper.common.arguments import WARPGROUP_ROWS, ForwardConfig, MaskMap, Sizes
 from tilewise.gpu.hopper.common.functions import compiled_functions, source_of
@@ -42,7 +43,7 @@ def forward(
 ) -> tuple[Tensor, ...]:
     """out (like query, head_dim_v) and lse float32 (batch, heads, seqlen_q), packed (heads, total_q).
 
-    And, if asked for, what rounding took from lse, row_max and entropy, in its shape.
+    And, if asked for, what rounding took from lse, and statistics: row_max and entropy like lse, max_logit (heads,).
     """
     cfg = config or (watched_config if statistics else forward_config)(problem, *statistics)
     ready = host.keys_ready if problem.is_cached else host.tma_ready
@@ -61,11 +62,19 @@ def forward(
     ordered = host.order_sequences(problem, cu_q, held, cfg.BLOCK_M // cfg.PACK)
     mask = map_of(problem, inputs, cfg)
     tensors = (query, key, value, sinks, cu_q, cu_k, lengths, table, *host.extras_of(problem, inputs))
-    wanted = (residual, cfg.HAS_ROW_MAX, cfg.HAS_ENTROPY)
-    of_rows = [torch.empty_like(lse) if is_wanted else None for is_wanted in wanted]
-    fresh = (out, lse, *of_rows, *ordered, host.scheduler_counter(query.device), *mask[:2])
+    rounded, row_max, entropy = (
+        torch.empty_like(lse) if is_wanted else None
+        for is_wanted in (residual, cfg.HAS_ROW_MAX, cfg.HAS_ENTROPY)
+    )
+    max_logit = lse.new_full((problem.num_heads,), float("-inf")) if cfg.HAS_MAX_LOGIT else None
+    fresh = (
+        out, lse, rounded, row_max, entropy, max_logit, *ordered, host.scheduler_counter(query.device), *mask[:2],
+    )  # fmt: skip
     run(forward_launch, problem, tensors, cfg, mask[2:], fresh=fresh)
-    return out, lse, *(t for t in of_rows if t is not None)
+    if "max_logit" in statistics and row_max is not None:
+        max_logit = largest_of_heads(row_max)
+    found = {"row_max": row_max, "entropy": entropy, "max_logit": max_logit}
+    return tuple(t for t in (out, lse, rounded, *map(found.get, statistics)) if t is not None)
 
 
 def map_of(problem: AttentionProblem, inputs: Inputs, cfg: ForwardConfig) -> MaskMap:
@@ -78,8 +87,11 @@ def map_of(problem: AttentionProblem, inputs: Inputs, cfg: ForwardConfig) -> Mas
 
 @functools.lru_cache(maxsize=4096)
 def watched_config(problem: AttentionProblem, *statistics: str) -> ForwardConfig:
-    """Of a forward that is asked for statistics."""
-    cfg = dataclasses.replace(forward_config(problem), HAS_ROW_MAX="row_max" in statistics)
+    """Of a forward that is asked for statistics. Where heads share a tile, max_logit is found from row_max."""
+    cfg = forward_config(problem)
+    of_heads = "max_logit" in statistics and "row_max" not in statistics and cfg.PACK == 1
+    of_rows = not of_heads and not statistics == ("entropy",)
+    cfg = dataclasses.replace(cfg, HAS_ROW_MAX=of_rows, HAS_MAX_LOGIT=of_heads)
     return dataclasses.replace(cfg, HAS_ENTROPY=True, HEADROOM=0.0) if "entropy" in statistics else cfg
 
 
@@ -94,7 +106,7 @@ def forward_launch(
     from tilewise.gpu.hopper.forward.kernel import attn_fwd_kernel
 
     query, key, value, sinks, cu_q, cu_k, lengths, table, *rest = tensors
-    *extras, out, lse, residual, row_max, entropy, order, first_tile, counter, mask_tiles, mask_bits = rest
+    *extras, out, lse, residual, row_max, entropy, max_logit, order, first_tile, counter, tiles, bits = rest
     assert query is not None
     sizes = _sizes(problem, cfg, query, key, value, table)
     rows, width = (WARPGROUP_ROWS // cfg.PACK, cfg.PACK), cfg.D_CHUNK if cfg.BOXES == 1 else BOX_COLUMNS
@@ -106,20 +118,20 @@ def forward_launch(
         host.descriptor(out, (*rows, cfg.BLOCK_DV), problem.is_packed),
         lse,
         *(lse if residual is None else residual, int(residual is not None)),  # lse: to be left alone there
-        *(row_max, entropy),
+        *(row_max, entropy, max_logit),
         *(sinks, cu_q, cu_k, order, first_tile, counter, lengths, table),
         host.errors_of(problem, query),
         *sizes,
         *host.factors(problem),
-        *(mask_tiles, mask_bits, *mask_strides),
+        *(tiles, bits, *mask_strides),
         *host.extras(problem, *extras),
         cfg,
     )
-    tiles = (
+    most = (
         query.shape[0] // (cfg.BLOCK_M // cfg.PACK) + problem.batch if problem.is_packed else sizes.num_tiles
     )
     bh = sizes.num_bh * (problem.batch if cfg.IS_CACHED and not problem.is_packed else 1)
-    programs = min(host.num_sms(query.device.index) * cfg.CTAS_PER_SM, tiles * bh)
+    programs = min(host.num_sms(query.device.index) * cfg.CTAS_PER_SM, most * bh)
     return Launch(attn_fwd_kernel, programs, arguments, num_warps=4, maxnreg=cfg.maxnreg)
 
 

@@ -21,7 +21,7 @@ from tilewise.gpu.hopper.common.softmax import (
     rescaled_sums,
     softcapped,
 )
-from tilewise.gpu.hopper.forward.watched import shifted, watch
+from tilewise.gpu.hopper.forward.watched import hidden_score, shifted, watch_scores, watch_weights
 from tilewise.gpu.hopper.mask.visits import hide_by_bits, is_partial, is_seen_by_all, tile_of
 
 
@@ -56,33 +56,34 @@ def softmax_step(
         if not cfg.HAS_SOFTCAP:
             s = s * extras.score_unit
         s, _, wrong = scored(s, row, j * cfg.BLOCK_N, False, work.batch, work.head, work, extras, cfg)
-    if j >= tiles.full_end:  # only edge tiles are masked
-        s = mask_right(s, j, row, work, sizes, cfg)
-    if cfg.HAS_LEFT and j < tiles.full_begin:
-        s = mask_left(s, j, row, work, sizes, cfg)
-    hides = (j >= tiles.full_end) | (j < tiles.full_begin)
     is_steady = (left < tiles.num_steady) & (follows == 0)
     if cfg.HAS_MASK:
-        if is_partial(W, entry):
-            if cfg.MASK is not None:
-                s = hide_by_function(s, row, j * cfg.BLOCK_N, False, work.batch, work.head, work, extras, cfg)
-            else:
-                s = hide_by_bits(s, words)
-        hides = hides | is_partial(W, entry)
         is_steady = (has_seen != 0) & (follows == 0)
         has_seen = has_seen | is_seen_by_all(W, entry, j, tiles, cfg)
+    hidden, is_steady = hidden_score(is_steady, factors, cfg)
+    if j >= tiles.full_end:  # only edge tiles are masked
+        s = mask_right(s, j, row, work, sizes, cfg, hidden)
+    if cfg.HAS_LEFT and j < tiles.full_begin:
+        s = mask_left(s, j, row, work, sizes, cfg, hidden)
+    if cfg.HAS_MASK and is_partial(W, entry):
+        if cfg.MASK is not None:
+            column = j * cfg.BLOCK_N
+            s = hide_by_function(s, row, column, False, work.batch, work.head, work, extras, cfg, hidden)
+        else:
+            s = hide_by_bits(s, words, hidden)
     if cfg.IS_GUARDED:  # noqa: SIM102 - a branch of the kernel, in one of the compiler
         if gl.max(gl.max(wrong.to(gl.int32), 1), 0) != 0:
             s = poisoned_scores(s, row, j * cfg.BLOCK_N, work.batch, work.head, work, extras, cfg)
     alpha = gl.full([64], 1.0, gl.float32, row_layout(cfg.BLOCK_N))
     start = row - work.seqlen_q + work.seqlen_k - j * cfg.BLOCK_N  # from the first key to the first query
     if is_steady:  # never with a bias or a function: see `FOLLOWS`
+        watched = watch_scores(watched, s, True, cfg)
         x = s * factors.scale_log2e - m[:, None]  # [64, BLOCK_N]
         if cfg.HAS_ALIBI:
             x = x - penalty(s, start, slope)
         p = exp2(x)
         l = l + partial_sums(p)
-        watched = watch(watched, s, x, p, hides, cfg)
+        watched = watch_weights(watched, x, p, True, cfg)
     else:
         unit = factors.scale_log2e
         if cfg.SCORE is not None:
@@ -97,7 +98,8 @@ def softmax_step(
         p, m, alpha = online_softmax(s, m, unit, headroom(is_exact, cfg))
         if cfg.WATCHES:
             x = s * unit - finite_or_zero(m)[:, None]
-            watched = watch(shifted(watched, m_before, m, l, alpha, cfg), s, x, p, True, cfg)
+            watched = watch_scores(shifted(watched, m_before, m, l, alpha, cfg), s, False, cfg)
+            watched = watch_weights(watched, x, p, False, cfg)
         l = rescaled_sums(l, alpha) + partial_sums(p)
     p = gl.convert_layout(p.to(dtype), operand_layout(cfg.BLOCK_DV))
     return p, m, l, watched, alpha, is_steady, has_seen

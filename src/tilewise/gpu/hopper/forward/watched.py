@@ -3,20 +3,26 @@
     largest = max of the scores,  weighted = sum of p x, of p = exp2(x)      entropy = log2 l - weighted / l
 
 x and p count from the reference m, as l does; it has no headroom, which would cost entropy digits.
+
+The largest score of a head is looked for in steady tiles among the scores' bits, as integers, of which three are
+compared at once. That is right unless all are negative: a warpgroup that has seen no others follows the maximum.
 """
 
-from tilewise.gpu.hopper.common.compat import gl, gluon
+from tilewise.gpu.hopper.common.compat import bits_of, float_of, gl, gluon
 from tilewise.gpu.hopper.common.layouts import partial_layout
-from tilewise.gpu.hopper.common.softmax import partial_sums, rescaled_sums
+from tilewise.gpu.hopper.common.softmax import reciprocal, rescaled_sums
 
 LOWEST = gl.constexpr(-1e4)  # of x where p is 0
+FAR_BELOW = gl.constexpr(-1e30)  # in units of log2: a hidden score whose p is 0, and p x as well
+SMALLEST_SCALE = gl.constexpr(1e-30)  # for which the product that is as far below is finite
+LEAST_PRODUCT = gl.constexpr(-3e38)
 
 
 @gluon.jit
 def nothing_watched(cfg: gl.constexpr):
     """(largest, weighted) of no keys."""
     largest, weighted = 0, 0
-    if cfg.HAS_ROW_MAX:
+    if cfg.HAS_ROW_MAX or cfg.HAS_MAX_LOGIT:
         largest = gl.full([64, 4], float("-inf"), gl.float32, partial_layout())
     if cfg.HAS_ENTROPY:
         weighted = gl.full([64, 4], 0.0, gl.float32, partial_layout())
@@ -24,25 +30,85 @@ def nothing_watched(cfg: gl.constexpr):
 
 
 @gluon.jit
-def watch(watched, s, x, p, hides, cfg: gl.constexpr):
-    """(largest, weighted) with one more tile. `hides`: whether some scores are -inf."""
-    largest, weighted = watched
-    if cfg.HAS_ROW_MAX:
-        of_tile = gl.max(gl.max(s.reshape([64, s.shape[1] // 8, 4, 2]), 3), 1)
-        largest = gl.maximum(largest, gl.convert_layout(of_tile, partial_layout(), assert_trivial=True))
+def hidden_score(is_steady, factors, cfg: gl.constexpr):
+    """(what a hidden score becomes, is_steady): -inf, but with an entropy a finite number in a steady tile.
+
+    So that p x is 0 there, which costs nothing.
+    """
+    hidden = float("-inf")
     if cfg.HAS_ENTROPY:
-        if hides:
+        is_steady = is_steady & (factors.scale_log2e >= SMALLEST_SCALE)
+        finite = gl.maximum(FAR_BELOW * reciprocal(factors.scale_log2e), LEAST_PRODUCT)
+        hidden = gl.where(is_steady, finite, float("-inf"))
+    return hidden, is_steady
+
+
+@gluon.jit
+def watch_scores(watched, s, is_steady: gl.constexpr, cfg: gl.constexpr):
+    """What is watched, with a tile's scores. Before its weights, so that no register holds both."""
+    largest, weighted = watched
+    if cfg.HAS_ROW_MAX or (cfg.HAS_MAX_LOGIT and not is_steady):
+        largest = gl.maximum(largest, largest_of_thread(s))
+    elif cfg.HAS_MAX_LOGIT:
+        of_tile = gl.reduce(by_thread(bits_of(s)), 2, larger_integer)
+        of_tile = float_of(gl.convert_layout(of_tile, partial_layout(), assert_trivial=True))
+        largest = gl.maximum(largest, of_tile)
+    return largest, weighted
+
+
+@gluon.jit
+def larger_integer(a, b):
+    """One after the other, as the compiler then takes three at a time."""
+    return gl.inline_asm_elementwise(
+        "max.s32 $0, $1, $2;", "=r,r,r", [a, b], dtype=gl.int32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def by_thread(x):
+    """x [64, N] as [64, 4, N // 4]: the columns of one thread side by side, to be reduced one after the other."""
+    return x.reshape([64, x.shape[1] // 8, 4, 2]).permute([0, 2, 1, 3]).reshape([64, 4, x.shape[1] // 4])
+
+
+@gluon.jit
+def largest_of_thread(s):
+    """[64, 4]: the largest of a tile's rows, each over the columns of one thread."""
+    return gl.convert_layout(gl.max(by_thread(s), 2), partial_layout(), assert_trivial=True)
+
+
+@gluon.jit
+def watch_weights(watched, x, p, is_steady: gl.constexpr, cfg: gl.constexpr):
+    """What is watched, with a tile's weights. If it is steady, no x is -inf."""
+    largest, weighted = watched
+    if cfg.HAS_ENTROPY:
+        if not is_steady:
             x = gl.maximum(x, LOWEST)
-        weighted = weighted + partial_sums(p * x)
+        of_tile = gl.sum(by_thread(p * x), 2)
+        weighted = weighted + gl.convert_layout(of_tile, partial_layout(), assert_trivial=True)
     return largest, weighted
 
 
 @gluon.jit
 def shifted(watched, m_before, m, l, alpha, cfg: gl.constexpr):
-    """(largest, weighted) when the reference moves from m_before to m, with the l of before."""
+    """What is watched when the reference moves from m_before to m, with the l of before."""
     largest, weighted = watched
     if cfg.HAS_ENTROPY:
         by_row: gl.constexpr = gl.SliceLayout(1, partial_layout())
         step = gl.convert_layout(m_before - m, by_row, assert_trivial=True)[:, None]
         weighted = rescaled_sums(gl.where(l == 0.0, 0.0, weighted + step * l), alpha)
     return largest, weighted
+
+
+@gluon.jit
+def are_negative(watched, row, work):
+    """1 if all scores of a warpgroup's first tile are negative, else 0."""
+    found = gl.where(existing(watched[0], row, work) >= 0.0, 1, 0)
+    return 1 - gl.max(gl.max(found, 1), 0)
+
+
+@gluon.jit
+def existing(largest, row, work):
+    """largest [64, 4], -inf in rows that do not exist."""
+    rows = row + gl.arange(0, 64, gl.SliceLayout(1, partial_layout()))[:, None]
+    return gl.where(rows < work.seqlen_q, largest, float("-inf"))
+

@@ -95,8 +95,8 @@ def load_bits(W: gl.constexpr, entry, visits, mask, cfg: gl.constexpr):
 
 
 @gluon.jit
-def hide_by_bits(s, words):
-    """Scores s [64, BLOCK_N] with -inf where the bit of a thread's word is 0."""
+def hide_by_bits(s, words, hidden=float("-inf")):
+    """Scores s [64, BLOCK_N] with `hidden` where the bit of a thread's word is 0."""
     x = s.reshape([64, s.shape[1] // 8, 4, 2])
     by_word: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, x.type.layout))
     by_eight: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, x.type.layout)))
@@ -104,5 +104,5 @@ def hide_by_bits(s, words):
     eights, pair = gl.arange(0, x.shape[1], by_eight), gl.arange(0, 2, by_pair)
     bit = 1 << (2 * eights[None, :, None, None] + pair[None, None, None, :])  # known to the compiler
     words = gl.convert_layout(words, by_word, assert_trivial=True)[:, None, :, None]
-    x = gl.where((words & bit) != 0, x, float("-inf"))
+    x = gl.where((words & bit) != 0, x, hidden)
     return gl.convert_layout(x.reshape(s.shape), s.type.layout, assert_trivial=True)

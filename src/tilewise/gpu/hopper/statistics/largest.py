@@ -16,9 +16,9 @@ A warpgroup does one thing after the other; the others' products run meanwhile.
 
 from tilewise.gpu.hopper.common.arguments import Cache, Packing, Sizes
 from tilewise.gpu.hopper.common.channel import Ring, make_tile_ring, skip
-from tilewise.gpu.hopper.common.compat import aggregate, bits_of, gl, gluon, warpgroup_mma_wait
+from tilewise.gpu.hopper.common.compat import aggregate, gl, gluon, warpgroup_mma_wait
 from tilewise.gpu.hopper.common.key_loads import coords
-from tilewise.gpu.hopper.common.layouts import accumulator_layout, along, partial_layout, row_layout
+from tilewise.gpu.hopper.common.layouts import accumulator_layout, along, pair_layout
 from tilewise.gpu.hopper.common.products import product_of_chunks
 from tilewise.gpu.hopper.common.ranges import hide, key_tiles
 from tilewise.gpu.hopper.common.scheduler import (
@@ -100,51 +100,81 @@ def kth_largest(best, count):
     return gl.maximum(bound, LOWEST)
 
 
-@gluon.jit
-def ranks(is_in, before):
-    """(places of a row's elements in a thread's list, what the list then holds): is_in [64, N, 4, 2] 0 or 1.
+@gluon.constexpr_function
+def appending():
+    """(PTX, constraints) of `append`, for the four elements of a thread: two of a row, two of the next.
 
-    before [64, 4]: what the list holds. Sums of two, four, ... neighbours, then from these the places.
+    Most threads find nothing: they look at the larger of two numbers, and go on.
     """
-    LEVELS: gl.constexpr = (2 * is_in.shape[1]).bit_length() - 1
-    sums = (is_in.permute([0, 2, 1, 3]).reshape([64, 4, 2 * is_in.shape[1]]),)
-    for level in gl.static_range(LEVELS):
-        x = sums[level]
-        first, second = x.reshape([64, 4, x.shape[2] // 2, 2]).split()
-        sums = sums + (first + second,)  # type: ignore[assignment]  # noqa: RUF005
-    total = sums[LEVELS].reshape([64, 4])
-    before = gl.convert_layout(before, total.type.layout, assert_trivial=True)
-    place = before.reshape([64, 4, 1])
-    for level in gl.static_range(LEVELS):
-        x = sums[LEVELS - 1 - level]
-        first, _ = x.reshape([64, 4, x.shape[2] // 2, 2]).split()
-        second = place + gl.convert_layout(first, place.type.layout, assert_trivial=True)
-        place = gl.join(place, second).reshape([64, 4, x.shape[2]])
-    return place, before + total
+    found = """
+        setp.ge.f32 has_one, ${x}, ${bound};
+        setp.lt.and.s32 has_room, ${held}, ${size}, has_one;
+        mad.wide.s32 place, ${held}, 8, ${start};
+        mov.b32 bits, ${x};
+        @has_room st.global.v2.b32 [place], {{bits, ${key}}};
+        @has_one add.s32 ${held}, ${held}, 1;"""
+    names = ("x", "bound", "held_before", "start", "key", "size")
+    operands = [{name: 4 + 4 * n + e for n, name in enumerate(names)} for e in range(4)]
+    of_elements = [found.format(held=e // 2 * 2, **operands[e]) for e in range(4)]
+    asm = """{
+        .reg .pred has_one, has_room;
+        .reg .f32 first, second;
+        .reg .b32 bits;
+        .reg .b64 place;
+        mov.b32 $0, $12;
+        mov.b32 $2, $14;
+        max.f32 first, $4, $5;
+        max.f32 second, $6, $7;
+        setp.ge.f32 has_one, first, $8;
+        setp.ge.or.f32 has_one, second, $10, has_one;
+        @!has_one bra DONE;"""
+    asm += "".join(of_elements) + """
+    DONE:
+        mov.b32 $1, $0;
+        mov.b32 $3, $2;
+    }"""
+    kinds = ["=&r", "f", "f", "r", "l", "r", "r"]
+    return asm, ",".join(kind for kind in kinds for _ in range(4))
 
 
 @gluon.jit
-def collect(s, bound, held, tile, lists, list_size, cfg: gl.constexpr):
-    """Put scores of at least `bound` into lists that hold `held` [64, 4]; how many these hold, or would.
+def append(x, bound, held, starts, key, size):
+    """Put those of x [64, 4, 2] that are at least `bound` into lists [64, 4]; how many these then hold, or would.
 
-    An entry: the bits of the score, above them the key.
+    starts: where the lists begin in memory. An entry: the bits of the number, above them its key.
     """
-    x = s.reshape([64, cfg.BLOCK_N // 8, 4, 2])
-    layout: gl.constexpr = x.type.layout
-    of_thread: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, layout))
-    bounds = gl.convert_layout(bound, along(0, layout, 4), assert_trivial=True)[:, None, None, None]
-    eights = gl.arange(0, cfg.BLOCK_N // 8, along(1, layout, 4))[None, :, None, None]
-    threads = gl.arange(0, 4, along(2, layout, 4))[None, None, :, None]
-    pairs = gl.arange(0, 2, along(3, layout, 4))[None, None, None, :]
-    is_in = x >= bounds
-    place, held = ranks(gl.where(is_in, 1, 0), held)
-    place = place.reshape([64, 4, cfg.BLOCK_N // 8, 2]).permute([0, 2, 1, 3])
-    place = gl.convert_layout(place, layout, assert_trivial=True)
-    key = tile * cfg.BLOCK_N + 8 * eights + 2 * threads + pairs
-    entry = (key.to(gl.int64) << 32) | (bits_of(x).to(gl.int64) & 0xFFFFFFFF)
-    starts = gl.convert_layout(lists, of_thread, assert_trivial=True)[:, None, :, None]
-    gl.store(starts + place, entry, mask=is_in & (place < list_size))
-    return gl.convert_layout(held, partial_layout(), assert_trivial=True)
+    ASM: gl.constexpr = appending()
+    arguments = [x, bound[:, None, None], held[:, :, None], starts[:, :, None], key, size]
+    held = gl.inline_asm_elementwise(ASM[0], ASM[1], arguments, dtype=gl.int32, is_pure=False, pack=4)
+    _, held = held.split()
+    return held
+
+
+@gluon.constexpr_function
+def bit_reversed(n, bits):
+    return int(f"{n:0{bits}b}"[::-1], 2) if bits else 0
+
+
+@gluon.jit
+def collect(s, bound, held, tile, starts, list_size, cfg: gl.constexpr):
+    """Put scores [64, BLOCK_N] of at least `bound` into lists that hold `held`; see `append`."""
+    LEVELS: gl.constexpr = (cfg.BLOCK_N // 8).bit_length() - 1
+    layout: gl.constexpr = pair_layout()
+    threads = gl.arange(0, 4, along(1, layout, 3))[None, :, None]
+    pairs = gl.arange(0, 2, along(2, layout, 3))[None, None, :]
+    key = tile * cfg.BLOCK_N + 2 * threads + pairs
+    parts = (s.reshape([64, cfg.BLOCK_N // 8, 4, 2]).permute([0, 2, 3, 1]),)
+    for level in gl.static_range(LEVELS):
+        halves = ()
+        for n in gl.static_range(1 << level):
+            x = parts[n]
+            first, second = x.reshape([64, 4, 2, x.shape[3] // 2, 2]).split()
+            halves = halves + (first, second)  # type: ignore[assignment]  # noqa: RUF005
+        parts = halves
+    for n in gl.static_range(1 << LEVELS):
+        x = gl.convert_layout(parts[n].reshape([64, 4, 2]), layout, assert_trivial=True)
+        held = append(x, bound, held, starts, key + 8 * bit_reversed(n, LEVELS), list_size)
+    return held
 
 
 @gluon.jit
@@ -169,20 +199,21 @@ def largest_role(
             rings.k.release(use)
             best = gl.maximum(best, visible(s, tile, row, own, work, sizes, factors, cfg))
             use += 1
-        bound = gl.convert_layout(kth_largest(best, count), row_layout(cfg.BLOCK_N), assert_trivial=True)
+        lists_of: gl.constexpr = gl.SliceLayout(2, pair_layout())
+        bound = gl.convert_layout(kth_largest(best, count), gl.SliceLayout(1, lists_of), assert_trivial=True)
 
-        rows = gl.arange(0, 64, gl.SliceLayout(1, partial_layout()))
-        thread = gl.arange(0, 4, gl.SliceLayout(0, partial_layout()))[None, :]
+        rows = gl.arange(0, 64, gl.SliceLayout(1, lists_of))
+        thread = gl.arange(0, 4, gl.SliceLayout(0, lists_of))[None, :]
         places = (bh * sizes.seqlen_q + work.start_q + row + rows)[:, None] * 4 + thread
         exists = (row + rows)[:, None] + 0 * thread < work.seqlen_q
-        lists = list_ptr + places * list_size
+        starts = (list_ptr + places * list_size).to(gl.int64)
         held = gl.where(exists, 0, list_size)  # of queries that do not exist: full
         use = skip(rings.k, use, tiles.end - own.end + own.begin - tiles.begin)
         for tile in range(own.begin, own.end):
             s = warpgroup_mma_wait(0, deps=(products(q_use, use, rings, cfg),))
             rings.k.release(use)
             s = visible(s, tile, row, own, work, sizes, factors, cfg)
-            held = collect(s, bound, held, tile, lists, list_size, cfg)
+            held = collect(s, bound, held, tile, starts, list_size, cfg)
             use += 1
         rings.q.release(q_use)
         use = skip(rings.k, use, tiles.end - own.end)

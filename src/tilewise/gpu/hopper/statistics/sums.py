@@ -93,12 +93,11 @@ def load_lse(tile, first, work, lse_ptr, residual_ptr, cfg: gl.constexpr):
 @gluon.jit
 def thread_sums(W: gl.constexpr, s, use, tile, key, own, work, rings, sizes, factors, cfg: gl.constexpr):
     """[64, 4]: sums of P^T of finished products, each over the queries of one thread."""
-    lse = rings.lse.index(2 * W + use % 2).load(gl.SliceLayout(0, accumulator_layout(cfg.BLOCK_M)))
     s, unit, _ = capped(s, factors, cfg)
-    x = s * unit - lse[None, :]
     if (tile < own.full_begin) | (tile >= own.full_end):
-        x = mask_transposed(x, tile, key, work, sizes, cfg)
-    return partial_sums(exp2(x))
+        s = mask_transposed(s, tile, key, work, sizes, cfg)
+    lse = rings.lse.index(2 * W + use % 2).load(gl.SliceLayout(0, accumulator_layout(cfg.BLOCK_M)))
+    return partial_sums(exp2(s * unit - lse[None, :]))
 
 
 @gluon.jit
