@@ -46,7 +46,7 @@ from tilewise.gpu.hopper.forward.scores import (
     surviving,
     with_dropout,
 )
-from tilewise.gpu.hopper.forward.watched import are_negative, nothing_watched
+from tilewise.gpu.hopper.forward.watched import nothing_watched
 from tilewise.gpu.hopper.mask.visits import entry_at, load_bits, tile_of, visits_of
 
 MANY_TILES = gl.constexpr(8)  # of keys: from there on a work tile looks how steep its first scores are
@@ -146,8 +146,6 @@ def mma_role(
             W, s, m, l, watched, left, entry, words, 0 * left, slope, bias, row, tiles, 1, is_exact, work,
             sizes, factors, extras, dtype, cfg,
         )  # fmt: skip
-        if cfg.HAS_MAX_LOGIT:
-            follows = gl.maximum(follows, are_negative(watched, row, work))
         entry = entry_at(gl.maximum(left - 1, 0), visits, all_tiles, mask, cfg)
         while left > 0:
             left -= 1

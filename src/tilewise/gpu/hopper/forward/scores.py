@@ -77,7 +77,7 @@ def softmax_step(
     alpha = gl.full([64], 1.0, gl.float32, row_layout(cfg.BLOCK_N))
     start = row - work.seqlen_q + work.seqlen_k - j * cfg.BLOCK_N  # from the first key to the first query
     if is_steady:  # never with a bias or a function: see `FOLLOWS`
-        watched = watch_scores(watched, s, True, cfg)
+        watched = watch_scores(watched, s, cfg)
         x = s * factors.scale_log2e - m[:, None]  # [64, BLOCK_N]
         if cfg.HAS_ALIBI:
             x = x - penalty(s, start, slope)
@@ -98,7 +98,7 @@ def softmax_step(
         p, m, alpha = online_softmax(s, m, unit, headroom(is_exact, cfg))
         if cfg.WATCHES:
             x = s * unit - finite_or_zero(m)[:, None]
-            watched = watch_scores(shifted(watched, m_before, m, l, alpha, cfg), s, False, cfg)
+            watched = watch_scores(shifted(watched, m_before, m, l, alpha, cfg), s, cfg)
             watched = watch_weights(watched, x, p, False, cfg)
         l = rescaled_sums(l, alpha) + partial_sums(p)
     p = gl.convert_layout(p.to(dtype), operand_layout(cfg.BLOCK_DV))

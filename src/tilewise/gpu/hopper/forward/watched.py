@@ -3,12 +3,9 @@
     largest = max of the scores,  weighted = sum of p x, of p = exp2(x)      entropy = log2 l - weighted / l
 
 x and p count from the reference m, as l does; it has no headroom, which would cost entropy digits.
-
-The largest score of a head is looked for in steady tiles among the scores' bits, as integers, of which three are
-compared at once. That is right unless all are negative: a warpgroup that has seen no others follows the maximum.
 """
 
-from tilewise.gpu.hopper.common.compat import bits_of, float_of, gl, gluon
+from tilewise.gpu.hopper.common.compat import gl, gluon
 from tilewise.gpu.hopper.common.layouts import partial_layout
 from tilewise.gpu.hopper.common.softmax import reciprocal, rescaled_sums
 
@@ -44,36 +41,19 @@ def hidden_score(is_steady, factors, cfg: gl.constexpr):
 
 
 @gluon.jit
-def watch_scores(watched, s, is_steady: gl.constexpr, cfg: gl.constexpr):
+def watch_scores(watched, s, cfg: gl.constexpr):
     """What is watched, with a tile's scores. Before its weights, so that no register holds both."""
     largest, weighted = watched
-    if cfg.HAS_ROW_MAX or (cfg.HAS_MAX_LOGIT and not is_steady):
-        largest = gl.maximum(largest, largest_of_thread(s))
-    elif cfg.HAS_MAX_LOGIT:
-        of_tile = gl.reduce(by_thread(bits_of(s)), 2, larger_integer)
-        of_tile = float_of(gl.convert_layout(of_tile, partial_layout(), assert_trivial=True))
+    if cfg.HAS_ROW_MAX or cfg.HAS_MAX_LOGIT:
+        of_tile = gl.convert_layout(gl.max(by_thread(s), 2), partial_layout(), assert_trivial=True)
         largest = gl.maximum(largest, of_tile)
     return largest, weighted
-
-
-@gluon.jit
-def larger_integer(a, b):
-    """One after the other, as the compiler then takes three at a time."""
-    return gl.inline_asm_elementwise(
-        "max.s32 $0, $1, $2;", "=r,r,r", [a, b], dtype=gl.int32, is_pure=True, pack=1
-    )
 
 
 @gluon.jit
 def by_thread(x):
     """x [64, N] as [64, 4, N // 4]: the columns of one thread side by side, to be reduced one after the other."""
     return x.reshape([64, x.shape[1] // 8, 4, 2]).permute([0, 2, 1, 3]).reshape([64, 4, x.shape[1] // 4])
-
-
-@gluon.jit
-def largest_of_thread(s):
-    """[64, 4]: the largest of a tile's rows, each over the columns of one thread."""
-    return gl.convert_layout(gl.max(by_thread(s), 2), partial_layout(), assert_trivial=True)
 
 
 @gluon.jit
@@ -97,13 +77,6 @@ def shifted(watched, m_before, m, l, alpha, cfg: gl.constexpr):
         step = gl.convert_layout(m_before - m, by_row, assert_trivial=True)[:, None]
         weighted = rescaled_sums(gl.where(l == 0.0, 0.0, weighted + step * l), alpha)
     return largest, weighted
-
-
-@gluon.jit
-def are_negative(watched, row, work):
-    """1 if all scores of a warpgroup's first tile are negative, else 0."""
-    found = gl.where(existing(watched[0], row, work) >= 0.0, 1, 0)
-    return 1 - gl.max(gl.max(found, 1), 0)
 
 
 @gluon.jit

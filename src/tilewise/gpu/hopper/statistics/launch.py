@@ -202,7 +202,7 @@ def select_launch(problem: AttentionProblem, tensors: Tensors, count: int, list_
     assert lse is not None
     unit = 1.0 if problem.softcap > 0 else problem.scale
     arguments = (lists, held, lse, residual, weights, keys, lse.numel(), unit * host.LOG2_E, count, list_size)
-    return Launch(select_largest_kernel, -(-lse.numel() // 32), arguments, num_warps=4)
+    return Launch(select_largest_kernel, -(-lse.numel() // 32), arguments, num_warps=4, launch_pdl=True)
 
 
 def _num_bh(problem: AttentionProblem) -> int:
