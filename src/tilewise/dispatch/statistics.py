@@ -92,7 +92,9 @@ def choose(problem: AttentionProblem, aux: Aux, backend: str | None) -> str:
 def request(aux: Aux) -> Request:
     """What the forward is asked for, beside its output."""
     names = tuple(name for name in IN_FORWARD if name in aux.names)
-    return Request(residual=True, statistics=tuple(n for n in names if n != "max_logit" or "row_max" not in names))
+    return Request(
+        residual=True, statistics=tuple(n for n in names if n != "max_logit" or "row_max" not in names)
+    )
 
 
 @functools.lru_cache(maxsize=256)

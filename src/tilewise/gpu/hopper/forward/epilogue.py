@@ -14,7 +14,7 @@ from tilewise.gpu.hopper.common.softmax import (
     partial_sums,
     reciprocal,
 )
-from tilewise.gpu.hopper.forward.watched import existing
+from tilewise.gpu.hopper.forward.watched import max_logits
 
 SMALLEST_SUM = gl.constexpr(2.0**-100)  # of O's sizes, by thread: below 2^-126 float32 loses digits
 
@@ -73,9 +73,9 @@ def store_watched(m, l, watched, row, work, targets, sinks, sizes, factors, cfg:
         row_max = gl.convert_layout(gl.max(largest, 1), row_layout(cfg.BLOCK_N), assert_trivial=True)
         gl.store(targets.row_max + stat, row_max * factors.scale, mask=inside)
     if cfg.HAS_MAX_LOGIT:
-        of_warps = gl.max(gl.max(existing(largest, row, work).reshape([4, 16, 4]), 2), 1)
+        of_warps = max_logits(largest, m, row, work)
         heads = work.head + 0 * gl.arange(0, 4, of_warps.type.layout)
-        gl.atomic_max(targets.max_logit + heads, of_warps * factors.scale)
+        gl.atomic_max(targets.max_logit + heads, of_warps * LN_2)
     if cfg.HAS_ENTROPY:
         l = gl.convert_layout(gl.sum(l, 1), row_layout(cfg.BLOCK_N), assert_trivial=True)
         weighted = gl.convert_layout(gl.sum(weighted, 1), row_layout(cfg.BLOCK_N), assert_trivial=True)

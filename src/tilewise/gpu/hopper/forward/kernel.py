@@ -23,6 +23,7 @@ from tilewise.gpu.hopper.common.compat import (
     as_blocks,
     gl,
     gluon,
+    wait_for_previous_kernel,
     wait_for_stores,
     wait_for_writes,
     warpgroup_mma,
@@ -209,8 +210,8 @@ EXTRA_INTEGERS = ("dropout_addend", "dropout_either", "slopes_stride", "bias_bat
 
 @gluon.jit(do_not_specialize=["has_residual", *Sizes._fields, *MASK_STRIDES, *EXTRA_INTEGERS])
 def attn_fwd_kernel(
-    q_desc, k_desc, v_desc, o_desc, lse_ptr, residual_ptr, has_residual, row_max_ptr, entropy_ptr, max_logit_ptr,
-    sinks, cu_seqlens_q, cu_seqlens_k, order, first_tile, counter,
+    q_desc, k_desc, v_desc, o_desc, lse_ptr, residual_ptr, has_residual, row_max_ptr, entropy_ptr,
+    max_logit_ptr, sinks, cu_seqlens_q, cu_seqlens_k, order, first_tile, counter,
     seqlens_k, page_table, errors,
     batch, seqlen_q, seqlen_k, group_size, num_bh, num_tiles, l2_swizzle, window_left, window_right,
     rows_k, rows_v, stride_page_table, num_pages, scale_log2e, two_over_softcap_log2e, softcap_log2e,
@@ -222,6 +223,8 @@ def attn_fwd_kernel(
 
     Integers: `Sizes`.
     """
+    if cfg.HAS_MAX_LOGIT:
+        wait_for_previous_kernel()  # which has filled max_logit
     targets = RowTargets(lse_ptr, residual_ptr, has_residual, row_max_ptr, entropy_ptr, max_logit_ptr)
     sizes = Sizes(
         batch, seqlen_q, seqlen_k, group_size, num_bh, num_tiles, l2_swizzle, window_left, window_right,

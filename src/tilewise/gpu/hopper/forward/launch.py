@@ -43,7 +43,7 @@ def forward(
 ) -> tuple[Tensor, ...]:
     """out (like query, head_dim_v) and lse float32 (batch, heads, seqlen_q), packed (heads, total_q).
 
-    And, if asked for, what rounding took from lse, and statistics: row_max and entropy like lse, max_logit (heads,).
+    And, if asked for, what rounding took from lse, row_max and entropy, in its shape, and max_logit (heads,).
     """
     cfg = config or (watched_config if statistics else forward_config)(problem, *statistics)
     ready = host.keys_ready if problem.is_cached else host.tma_ready
@@ -67,14 +67,13 @@ def forward(
         for is_wanted in (residual, cfg.HAS_ROW_MAX, cfg.HAS_ENTROPY)
     )
     max_logit = lse.new_full((problem.num_heads,), float("-inf")) if cfg.HAS_MAX_LOGIT else None
-    fresh = (
-        out, lse, rounded, row_max, entropy, max_logit, *ordered, host.scheduler_counter(query.device), *mask[:2],
-    )  # fmt: skip
+    found = (out, lse, rounded, row_max, entropy, max_logit)
+    fresh = (*found, *ordered, host.scheduler_counter(query.device), *mask[:2])
     run(forward_launch, problem, tensors, cfg, mask[2:], fresh=fresh)
     if "max_logit" in statistics and row_max is not None:
         max_logit = largest_of_heads(row_max)
-    found = {"row_max": row_max, "entropy": entropy, "max_logit": max_logit}
-    return tuple(t for t in (out, lse, rounded, *map(found.get, statistics)) if t is not None)
+    named = {"row_max": row_max, "entropy": entropy, "max_logit": max_logit}
+    return tuple(t for t in (out, lse, rounded, *map(named.get, statistics)) if t is not None)
 
 
 def map_of(problem: AttentionProblem, inputs: Inputs, cfg: ForwardConfig) -> MaskMap:
@@ -87,12 +86,13 @@ def map_of(problem: AttentionProblem, inputs: Inputs, cfg: ForwardConfig) -> Mas
 
 @functools.lru_cache(maxsize=4096)
 def watched_config(problem: AttentionProblem, *statistics: str) -> ForwardConfig:
-    """Of a forward that is asked for statistics. Where heads share a tile, max_logit is found from row_max."""
+    """Of a forward that is asked for statistics. Where heads share a tile, row_max gives max_logit."""
     cfg = forward_config(problem)
     of_heads = "max_logit" in statistics and "row_max" not in statistics and cfg.PACK == 1
-    of_rows = not of_heads and not statistics == ("entropy",)
+    of_rows = not of_heads and statistics != ("entropy",)
     cfg = dataclasses.replace(cfg, HAS_ROW_MAX=of_rows, HAS_MAX_LOGIT=of_heads)
-    return dataclasses.replace(cfg, HAS_ENTROPY=True, HEADROOM=0.0) if "entropy" in statistics else cfg
+    cfg = dataclasses.replace(cfg, HAS_ENTROPY="entropy" in statistics)
+    return dataclasses.replace(cfg, HEADROOM=0.0) if of_heads or cfg.HAS_ENTROPY else cfg
 
 
 def watches(problem: AttentionProblem) -> bool:
@@ -132,7 +132,8 @@ def forward_launch(
     )
     bh = sizes.num_bh * (problem.batch if cfg.IS_CACHED and not problem.is_packed else 1)
     programs = min(host.num_sms(query.device.index) * cfg.CTAS_PER_SM, most * bh)
-    return Launch(attn_fwd_kernel, programs, arguments, num_warps=4, maxnreg=cfg.maxnreg)
+    is_early = cfg.HAS_MAX_LOGIT
+    return Launch(attn_fwd_kernel, programs, arguments, 4, maxnreg=cfg.maxnreg, launch_pdl=is_early)
 
 
 def _sizes(

@@ -2,12 +2,14 @@
 
     largest = max of the scores,  weighted = sum of p x, of p = exp2(x)      entropy = log2 l - weighted / l
 
-x and p count from the reference m, as l does; it has no headroom, which would cost entropy digits.
+x and p count from the reference m, as l does; it has no headroom, which would cost entropy digits. A head's
+largest score is m + log2 of the largest p, which `largest` has then: positive numbers, so that their bits
+compare as integers, of which the GPU takes three at once.
 """
 
-from tilewise.gpu.hopper.common.compat import gl, gluon
+from tilewise.gpu.hopper.common.compat import bits_of, float_of, gl, gluon
 from tilewise.gpu.hopper.common.layouts import partial_layout
-from tilewise.gpu.hopper.common.softmax import reciprocal, rescaled_sums
+from tilewise.gpu.hopper.common.softmax import log2, reciprocal, rescaled_sums
 
 LOWEST = gl.constexpr(-1e4)  # of x where p is 0
 FAR_BELOW = gl.constexpr(-1e30)  # in units of log2: a hidden score whose p is 0, and p x as well
@@ -19,8 +21,10 @@ LEAST_PRODUCT = gl.constexpr(-3e38)
 def nothing_watched(cfg: gl.constexpr):
     """(largest, weighted) of no keys."""
     largest, weighted = 0, 0
-    if cfg.HAS_ROW_MAX or cfg.HAS_MAX_LOGIT:
+    if cfg.HAS_ROW_MAX:
         largest = gl.full([64, 4], float("-inf"), gl.float32, partial_layout())
+    if cfg.HAS_MAX_LOGIT:
+        largest = gl.full([64, 4], 0.0, gl.float32, partial_layout())
     if cfg.HAS_ENTROPY:
         weighted = gl.full([64, 4], 0.0, gl.float32, partial_layout())
     return largest, weighted
@@ -44,34 +48,51 @@ def hidden_score(is_steady, factors, cfg: gl.constexpr):
 def watch_scores(watched, s, cfg: gl.constexpr):
     """What is watched, with a tile's scores. Before its weights, so that no register holds both."""
     largest, weighted = watched
-    if cfg.HAS_ROW_MAX or cfg.HAS_MAX_LOGIT:
-        of_tile = gl.convert_layout(gl.max(by_thread(s), 2), partial_layout(), assert_trivial=True)
-        largest = gl.maximum(largest, of_tile)
+    if cfg.HAS_ROW_MAX:
+        largest = gl.maximum(largest, of_thread(gl.max(by_thread(s), 2)))
     return largest, weighted
-
-
-@gluon.jit
-def by_thread(x):
-    """x [64, N] as [64, 4, N // 4]: the columns of one thread side by side, to be reduced one after the other."""
-    return x.reshape([64, x.shape[1] // 8, 4, 2]).permute([0, 2, 1, 3]).reshape([64, 4, x.shape[1] // 4])
 
 
 @gluon.jit
 def watch_weights(watched, x, p, is_steady: gl.constexpr, cfg: gl.constexpr):
     """What is watched, with a tile's weights. If it is steady, no x is -inf."""
     largest, weighted = watched
+    if cfg.HAS_MAX_LOGIT:
+        of_tile = gl.reduce(by_thread(bits_of(p)), 2, larger_integer)
+        largest = gl.maximum(largest, of_thread(float_of(of_tile)))
     if cfg.HAS_ENTROPY:
         if not is_steady:
             x = gl.maximum(x, LOWEST)
-        of_tile = gl.sum(by_thread(p * x), 2)
-        weighted = weighted + gl.convert_layout(of_tile, partial_layout(), assert_trivial=True)
+        weighted = weighted + of_thread(gl.sum(by_thread(p * x), 2))
     return largest, weighted
+
+
+@gluon.jit
+def larger_integer(a, b):
+    """One after the other, as the compiler then takes three at a time."""
+    return gl.inline_asm_elementwise(
+        "max.s32 $0, $1, $2;", "=r,r,r", [a, b], dtype=gl.int32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def by_thread(x):
+    """x [64, N] as [64, 4, N // 4]: columns of a thread side by side, to be reduced one after the other."""
+    return x.reshape([64, x.shape[1] // 8, 4, 2]).permute([0, 2, 1, 3]).reshape([64, 4, x.shape[1] // 4])
+
+
+@gluon.jit
+def of_thread(x):
+    """[64, 4] values of threads in their layout."""
+    return gl.convert_layout(x, partial_layout(), assert_trivial=True)
 
 
 @gluon.jit
 def shifted(watched, m_before, m, l, alpha, cfg: gl.constexpr):
     """What is watched when the reference moves from m_before to m, with the l of before."""
     largest, weighted = watched
+    if cfg.HAS_MAX_LOGIT:
+        largest = rescaled_sums(largest, alpha)
     if cfg.HAS_ENTROPY:
         by_row: gl.constexpr = gl.SliceLayout(1, partial_layout())
         step = gl.convert_layout(m_before - m, by_row, assert_trivial=True)[:, None]
@@ -80,8 +101,14 @@ def shifted(watched, m_before, m, l, alpha, cfg: gl.constexpr):
 
 
 @gluon.jit
-def existing(largest, row, work):
-    """largest [64, 4], -inf in rows that do not exist."""
-    rows = row + gl.arange(0, 64, gl.SliceLayout(1, partial_layout()))[:, None]
-    return gl.where(rows < work.seqlen_q, largest, float("-inf"))
+def max_logits(largest, m, row, work):
+    """[4]: by warp, the largest score of rows that exist, in units of log2.
 
+    A row whose p is infinite is done again.
+    """
+    by_row: gl.constexpr = gl.SliceLayout(1, partial_layout())
+    scores = gl.convert_layout(m, by_row, assert_trivial=True)[:, None] + log2(largest)
+    exists = row + gl.arange(0, 64, by_row)[:, None] < work.seqlen_q
+    is_known = exists & (largest > 0.0) & (largest < float("inf"))
+    scores = gl.where(is_known, scores, float("-inf"))
+    return gl.max(gl.max(scores.reshape([4, 16, 4]), 2), 1)

@@ -16,7 +16,13 @@ A warpgroup does one thing after the other; the others' products run meanwhile.
 
 from tilewise.gpu.hopper.common.arguments import Cache, Packing, Sizes
 from tilewise.gpu.hopper.common.channel import Ring, make_tile_ring, skip
-from tilewise.gpu.hopper.common.compat import aggregate, gl, gluon, warpgroup_mma_wait
+from tilewise.gpu.hopper.common.compat import (
+    aggregate,
+    gl,
+    gluon,
+    wait_for_previous_kernel,
+    warpgroup_mma_wait,
+)
 from tilewise.gpu.hopper.common.key_loads import coords
 from tilewise.gpu.hopper.common.layouts import accumulator_layout, along, pair_layout
 from tilewise.gpu.hopper.common.products import product_of_chunks
@@ -128,18 +134,21 @@ def appending():
         setp.ge.f32 has_one, first, $8;
         setp.ge.or.f32 has_one, second, $10, has_one;
         @!has_one bra DONE;"""
-    asm += "".join(of_elements) + """
+    asm += (
+        "".join(of_elements)
+        + """
     DONE:
         mov.b32 $1, $0;
         mov.b32 $3, $2;
     }"""
+    )
     kinds = ["=&r", "f", "f", "r", "l", "r", "r"]
     return asm, ",".join(kind for kind in kinds for _ in range(4))
 
 
 @gluon.jit
 def append(x, bound, held, starts, key, size):
-    """Put those of x [64, 4, 2] that are at least `bound` into lists [64, 4]; how many these then hold, or would.
+    """Put those of x [64, 4, 2] that are at least `bound` into lists; how many these [64, 4] hold, or would.
 
     starts: where the lists begin in memory. An entry: the bits of the number, above them its key.
     """
@@ -234,6 +243,7 @@ def attn_candidates_kernel(
 
     count: k. Integers: `Sizes`.
     """
+    wait_for_previous_kernel()
     sizes = Sizes(
         batch, seqlen_q, seqlen_k, group_size, num_bh, num_tiles, l2_swizzle, window_left, window_right,
         rows_k, rows_v, stride_page_table, num_pages,

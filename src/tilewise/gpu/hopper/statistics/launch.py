@@ -169,7 +169,9 @@ def sums_launch(problem: AttentionProblem, tensors: Tensors, cfg: StatisticsConf
     )
     most = key.shape[0] // cfg.BLOCK_N + problem.batch if problem.is_packed else num_tiles
     programs = min(host.num_sms(query.device.index), most * num_bh)
-    return Launch(attn_weight_sums_kernel, programs, arguments, num_warps=4, maxnreg=cfg.maxnreg)
+    return Launch(
+        attn_weight_sums_kernel, programs, arguments, num_warps=4, maxnreg=cfg.maxnreg, launch_pdl=True
+    )
 
 
 def candidates_launch(
@@ -192,7 +194,9 @@ def candidates_launch(
     )
     most = query.shape[0] // cfg.BLOCK_M + problem.batch if problem.is_packed else num_tiles
     programs = min(host.num_sms(query.device.index), most * _num_bh(problem))
-    return Launch(attn_candidates_kernel, programs, arguments, num_warps=4, maxnreg=cfg.maxnreg)
+    return Launch(
+        attn_candidates_kernel, programs, arguments, num_warps=4, maxnreg=cfg.maxnreg, launch_pdl=True
+    )
 
 
 def select_launch(problem: AttentionProblem, tensors: Tensors, count: int, list_size: int) -> Launch:

@@ -15,7 +15,13 @@ from tilewise.gpu.hopper.backward.ranges import locate_keys, mask_transposed, qu
 from tilewise.gpu.hopper.backward.scores import capped
 from tilewise.gpu.hopper.common.arguments import Packing, Sizes
 from tilewise.gpu.hopper.common.channel import Ring, make_tile_ring, skip
-from tilewise.gpu.hopper.common.compat import aggregate, gl, gluon, warpgroup_mma_wait
+from tilewise.gpu.hopper.common.compat import (
+    aggregate,
+    gl,
+    gluon,
+    wait_for_previous_kernel,
+    warpgroup_mma_wait,
+)
 from tilewise.gpu.hopper.common.key_loads import coords
 from tilewise.gpu.hopper.common.layouts import accumulator_layout, partial_layout
 from tilewise.gpu.hopper.common.products import product_of_chunks
@@ -164,6 +170,7 @@ def attn_weight_sums_kernel(
     Integers: `Sizes`, whose num_bh counts query heads, whose seqlen_k is that of column_ptr's rows, and whose
     rows_k and rows_v are block_ptr's strides of a bh and of a tile of queries.
     """
+    wait_for_previous_kernel()
     sizes = Sizes(
         batch, seqlen_q, seqlen_k, group_size, num_bh, num_tiles, l2_swizzle, window_left, window_right,
         rows_k, rows_v, stride_page_table, num_pages,
