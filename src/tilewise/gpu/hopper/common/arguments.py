@@ -192,9 +192,9 @@ class RowTargets(NamedTuple):
     lse: Any
     residual: Any  # what rounding took from lse; any pointer, which is not written to, if has_residual is 0
     has_residual: Any  # no constant: training and evaluation share a kernel
-    row_max: Any
-    entropy: Any
-    max_logit: Any  # (heads,), not of rows: -inf at first
+    row_max: Any = None
+    entropy: Any = None
+    max_logit: Any = None  # (heads,), not of rows: -inf at first
 
 
 class Cache(NamedTuple):

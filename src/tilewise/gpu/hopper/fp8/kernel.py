@@ -304,7 +304,7 @@ def store_chunks(acc, m, l, smem_o, row, work, o_desc, lse_ptr, sinks, sizes, cf
     CHUNKS: gl.constexpr = cfg.V_CHUNKS
     WIDTH: gl.constexpr = cfg.BLOCK_DV // cfg.V_CHUNKS
     m = gl.convert_layout(m, row_layout(cfg.BLOCK_N), assert_trivial=True)
-    factor = store_lse(m, l, row, work, RowTargets(lse_ptr, None, 0, None, None), sinks, sizes, None, cfg)
+    factor = store_lse(m, l, row, work, RowTargets(lse_ptr, None, 0), sinks, sizes, None, cfg)
     factor = gl.convert_layout(factor, row_layout(WIDTH, 32), assert_trivial=True)
     o = smem_o.reshape([64, cfg.BLOCK_DV])
     for chunk in gl.static_range(CHUNKS):

@@ -179,7 +179,7 @@ def collect(s, bound, held, tile, starts, list_size, cfg: gl.constexpr):
             x = parts[n]
             first, second = x.reshape([64, 4, 2, x.shape[3] // 2, 2]).split()
             halves = halves + (first, second)  # type: ignore[assignment]  # noqa: RUF005
-        parts = halves
+        parts = halves  # type: ignore[assignment]
     for n in gl.static_range(1 << LEVELS):
         x = gl.convert_layout(parts[n].reshape([64, 4, 2]), layout, assert_trivial=True)
         held = append(x, bound, held, starts, key + 8 * bit_reversed(n, LEVELS), list_size)
