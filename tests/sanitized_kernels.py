@@ -184,7 +184,8 @@ def inlined(dim: int, backend: str) -> None:
 def statistics(dim: int, backend: str) -> None:
     query, key, value = (draw(2, n, heads, dim) for n, heads in ((133, 4), (150, 2), (150, 2)))
     asked = [tilewise.Aux(row_max=True, entropy=True), tilewise.Aux(column_sum=True), tilewise.Aux(top_k=8)]
-    asked.append(tilewise.Aux(block_sum=64, expected_distance=backend == "triton"))
+    asked.append(tilewise.Aux(max_logit=True))
+    asked.append(tilewise.Aux(block_sum=128, expected_distance=backend == "triton"))
     for aux in asked:
         tilewise.attention(query, key, value, causal=True, return_aux=aux, backend=backend)
 

@@ -192,7 +192,7 @@ def compile_case(name: str) -> list[dict[str, Any]]:
     inputs = as_bias(problem, inputs, host.pairs_of_distances)[1]
     problem = as_served(problem)
     if "watched" in name:
-        statistics = ("row_max", "entropy")
+        statistics = ("max_logit", "entropy") if "causal" in name else ("row_max", "entropy")
         return compiled_rows(
             name, lambda: launch.forward(problem, inputs, residual=True, statistics=statistics), 90
         )
