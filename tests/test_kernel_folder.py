@@ -151,3 +151,38 @@ def test_the_command_compiles_what_a_model_launches(tmp_path):
     for option, message in wrong.items():
         done = CliRunner().invoke(_app(), ["warmup", "--out", str(out), option, "x"])
         assert done.exit_code == 2 and message in done.output
+
+
+def test_triton_hashes_itself_once_as_long_as_its_files_are_the_same(tmp_path, monkeypatch):
+    import triton
+    from triton.runtime import cache
+
+    from tilewise.gpu.launch import triton_key
+
+    code = tmp_path / "triton"
+    code.mkdir()
+    (code / "__init__.py").write_text("")
+    monkeypatch.setattr(triton, "__file__", str(code / "__init__.py"))
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
+    key, computed = f"{triton.__version__}-abc", []
+
+    def process() -> int:
+        """How often one computes the key."""
+        computed.clear()
+        monkeypatch.setattr(cache, "triton_key", lambda: computed.append(1) or key)
+        triton_key.keep.__wrapped__()
+        assert cache.triton_key() == key
+        return len(computed)
+
+    assert [process() > 0 for _ in range(3)] == [True, False, False]
+    kept = next((tmp_path / "cache").iterdir())
+    kept.chmod(0o666)  # others could have written it
+    assert process() > 0
+    kept.write_text("another version")
+    assert process() > 0 and process() == 0
+    (code / "added.py").write_text("x = 1")
+    assert process() > 0 and process() == 0
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(code / "__init__.py" / "no folder"))
+    assert process() > 0
+    monkeypatch.delattr(cache, "triton_key")  # a release that has none
+    triton_key.keep.__wrapped__()

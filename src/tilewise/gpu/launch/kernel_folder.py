@@ -49,7 +49,7 @@ def create(folder: Path, gpu: Gpu) -> None:
     if folder.exists() and any(folder.iterdir()):
         raise ValueError(f"out={str(folder)!r} must be a new folder or one of compiled kernels")
     folder.mkdir(mode=0o755, parents=True, exist_ok=True)
-    _write(about, json.dumps(versions() | {"capability": gpu.capability}, indent=1).encode())
+    write(about, json.dumps(versions() | {"capability": gpu.capability}, indent=1).encode())
 
 
 def add(folder: Path, compiled: Any) -> None:
@@ -63,8 +63,8 @@ def add(folder: Path, compiled: Any) -> None:
         if name.endswith(SUFFIXES):
             content = Path(path).read_bytes()
             checksums[name] = _digest(content)
-            _write(entry / name, content)
-    _write(entry / CHECKSUMS, json.dumps(checksums).encode())
+            write(entry / name, content)
+    write(entry / CHECKSUMS, json.dumps(checksums).encode())
 
 
 def _entry_name(key: str) -> str:
@@ -72,7 +72,7 @@ def _entry_name(key: str) -> str:
     return base64.b32encode(bytes.fromhex(key)).decode().rstrip("=")
 
 
-def _write(path: Path, content: bytes) -> None:
+def write(path: Path, content: bytes) -> None:
     """At once, so that nobody reads a half; readable for all, writable for its owner."""
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name)
     with os.fdopen(handle, "wb") as file:
@@ -154,12 +154,12 @@ def _refusal(folder: Path) -> str | None:
     if not (folder / ABOUT).is_file():
         return f"{ABOUT} is not in it; `tilewise warmup --out` writes one"
     for path in (folder, folder / ABOUT):
-        if not _is_safe(path):
+        if not is_safe(path):
             return f"{path.name} belongs to someone else, or others may write to it: see its owner and mode"
     return None
 
 
-def _is_safe(path: Path) -> bool:
+def is_safe(path: Path) -> bool:
     """Whether it is this user's, or root's, as in a container's image, and nobody else can write to it."""
     if not hasattr(os, "getuid"):
         return True
@@ -185,7 +185,7 @@ def _good_files(entry: Path) -> dict[str, str] | None:
     try:
         checksums = json.loads((entry / CHECKSUMS).read_bytes())
         for path in (entry, *(entry / name for name in (CHECKSUMS, *checksums))):
-            if not _is_safe(path):
+            if not is_safe(path):
                 return None
         found = {name: str(entry / name) for name in checksums}
         is_whole = all(_digest(Path(path).read_bytes()) == checksums[name] for name, path in found.items())

@@ -159,6 +159,10 @@ def start(launch: Launch) -> Any:
 
     For a GPU that is not here, only compile: None.
     """
+    if not is_interpreted():
+        from tilewise.gpu.launch import triton_key
+
+        triton_key.keep()
     if stand_in() is not None:
         from tilewise.gpu.launch import launcher
 
