@@ -1,6 +1,12 @@
 """The k largest of each query's candidates, in order: four threads a query, a list each."""
 
-from tilewise.gpu.hopper.common.compat import float_of, gl, gluon, wait_for_previous_kernel
+from tilewise.gpu.hopper.common.compat import (
+    float_of,
+    gl,
+    gluon,
+    start_next_kernel,
+    wait_for_previous_kernel,
+)
 from tilewise.gpu.hopper.common.layouts import along
 from tilewise.gpu.hopper.common.softmax import LOG2_E, exp2
 
@@ -19,6 +25,7 @@ def select_largest_kernel(
     what comes out is void.
     """
     wait_for_previous_kernel()
+    start_next_kernel()
     by_list: gl.constexpr = gl.BlockedLayout([1, 1], [8, 4], [4, 1], [1, 0])
     row = gl.cast(gl.program_id(0), gl.int64) * 32 + gl.arange(0, 32, gl.SliceLayout(1, by_list))
     of_row = gl.arange(0, 4, gl.SliceLayout(0, by_list))[None, :]

@@ -18,6 +18,7 @@ from tilewise.gpu.triton.primitives import (
     log2_unit,
     logits,
     stat_start,
+    wait_for_kernel_before,
 )
 from tilewise.gpu.triton.statistics.kernels import row_shift
 from tilewise.gpu.triton.tiles import dot_rows, load_keys, load_tile, query_tile, row_base
@@ -48,6 +49,8 @@ def attn_top_k_kernel(
         batch, num_heads, seqlen_q, seqlen_k, stride_page_table, num_pages, window_left, window_right,
         dropout_threshold, num_tiles, num_bh, l2_swizzle,
     )  # fmt: skip
+    if held_ptr is not None:
+        wait_for_kernel_before(cfg)  # which has stored the largest of the candidates
     i0, q_start, k_start, seq = query_tile(sizes, ragged, BLOCK_M)
     if i0 >= seq.seqlen_q:
         return

@@ -150,5 +150,5 @@ def _top_k_launch(problem: AttentionProblem, tensors: Tensors, count: int, list_
         call.factors(),
         *call.sizes(num_tiles, call.bh_q, problem.group_size * call.l2_swizzle(call.seqlen_k, 1)),
     )
-    launch = call.launch(attn_top_k_kernel, tile, num_tiles * call.bh_q, arguments)
+    launch = call.launch(attn_top_k_kernel, tile, num_tiles * call.bh_q, arguments, held is not None)
     return launch._replace(arguments=(*launch.arguments, count, 1 << (count - 1).bit_length()))
