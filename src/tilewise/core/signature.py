@@ -39,9 +39,7 @@ class Request(NamedTuple):
     lse: bool = True
     residual: bool = False  # what rounding took from lse: some backwards want it
     order: str = "bshd"  # of out's memory: "bshd", or "bhsd" with each head's rows together
-    statistics: tuple[
-        str, ...
-    ] = ()  # "row_max" or "max_logit", "entropy": given with out by a kernel that can
+    statistics: tuple[str, ...] = ()  # "row_max" or "max_logit", "entropy": with out, by a kernel that can
 
 
 class Signature(NamedTuple):

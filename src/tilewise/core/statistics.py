@@ -205,7 +205,7 @@ class Statistics:
 
 
 class Measured(NamedTuple):
-    """What a second pass over the scores gives, as tensors; None for what was not asked for."""
+    """What passes over the scores give, as tensors; None for what was not asked for."""
 
     row_max: Tensor | None
     entropy: Tensor | None

@@ -31,7 +31,8 @@ SERVES: dict[str, frozenset[str]] = {
     "aten": frozenset({"lse"}),
     "tiled": frozenset(NAMES),
 }
-# What a forward may be asked for in its own pass: a kernel that cannot leaves it out. row_max has max_logit.
+# What a forward may be asked for in its own pass: a kernel that cannot leaves it out. max_logit follows from
+# row_max, so that not both are asked for.
 IN_FORWARD = ("row_max", "max_logit", "entropy")
 WITHOUT_FUNCTIONS = ("triton",)  # have no statistics with mask or score functions
 

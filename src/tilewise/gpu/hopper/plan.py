@@ -98,7 +98,7 @@ def unserved_shape(problem: AttentionProblem) -> str | None:
 
 
 def watches(problem: AttentionProblem) -> bool:
-    """Whether the forward gives row_max and entropy in its own pass."""
+    """Whether the forward gives row_max, max_logit and entropy in its own pass."""
     problem = as_served(problem)
     return forward_kernels(problem) is FORWARD[-1] and forward_launch.watches(problem)
 
@@ -194,7 +194,7 @@ def _again_forward(problem: AttentionProblem, order: str, residual: bool, given:
     def steps(given: Given, new: Given) -> list[Step]:
         out, lse, rest, *scheduled = new[:8]
         tensors = (*given[:3], None, *Inputs(*given)[3:5], None, None, *new[8:])
-        fresh = (out, lse, rest, None, None, *scheduled)
+        fresh = (out, lse, rest, *forward_launch.NOTHING_ASKED, *scheduled)
         return [Step(forward_launch.forward_launch, tensors, (config, strides), fresh)]
 
     return again_forward(problem, order, residual, given, steps, more)

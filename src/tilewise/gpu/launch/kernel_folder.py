@@ -75,10 +75,14 @@ def _entry_name(key: str) -> str:
 def write(path: Path, content: bytes) -> None:
     """At once, so that nobody reads a half; readable for all, writable for its owner."""
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name)
-    with os.fdopen(handle, "wb") as file:
-        file.write(content)
-    os.chmod(temporary, 0o644)
-    os.replace(temporary, path)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise
 
 
 def _digest(content: bytes) -> str:

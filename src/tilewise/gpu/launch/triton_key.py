@@ -27,7 +27,10 @@ def keep() -> None:
     compute = getattr(cache, "triton_key", None)
     if compute is None:
         return
-    path = Path(knobs.cache.dir) / f"tilewise-triton-{state_of_files()}"
+    try:
+        path = Path(knobs.cache.dir) / f"tilewise-triton-{state_of_files()}"
+    except OSError:  # a file that goes, or a link to nothing
+        return
     with contextlib.suppress(OSError):
         if is_safe(path) and (key := path.read_text()).startswith(triton.__version__):
             cache.triton_key = lambda: key
@@ -38,12 +41,15 @@ def keep() -> None:
 
 
 def state_of_files() -> str:
-    """A hash of the names, sizes and times of Triton's code: more files than the key reads, not one less."""
+    """A hash of the names, sizes and times of Triton's code: more files than the key reads, not one less.
+
+    Links are followed: an editable install has its backends behind them.
+    """
     root, found = Path(triton.__file__).parent, []
-    for folder, _, names in os.walk(root):
+    for folder, _, names in os.walk(root, followlinks=True):
         for name in names:
             if name.endswith((".py", ".so", ".pyd")):
                 path = os.path.join(folder, name)
                 state = os.stat(path)
                 found.append((os.path.relpath(path, root), state.st_size, state.st_mtime_ns))
-    return hashlib.sha256(repr(sorted(found)).encode()).hexdigest()[:32]
+    return hashlib.sha256(repr((str(root), sorted(found))).encode()).hexdigest()[:32]

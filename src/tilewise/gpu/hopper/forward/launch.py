@@ -30,6 +30,7 @@ HEADROOM = {torch.float16: 6.0, torch.bfloat16: 64.0}
 # Normal scores whose maximum in a tile is so far above their mean outgrow the largest sum within 64k keys; in
 # float16 a spike in the first tile tells of others.
 LARGEST_SPREAD = {torch.float16: 16.0, torch.bfloat16: 225.0}
+NOTHING_ASKED = (None,) * 3  # row_max, entropy, max_logit of a forward without statistics
 MANY_ROWS = 1 << 16  # of queries: two tiles of four warpgroups for nearly each of 132 SMs
 
 
@@ -96,7 +97,7 @@ def watched_config(problem: AttentionProblem, *statistics: str) -> ForwardConfig
 
 
 def watches(problem: AttentionProblem) -> bool:
-    """Whether the kernel gives row_max and entropy in its pass: of scores that are products alone."""
+    """Whether the kernel gives statistics of rows and heads in its pass: of scores that are products alone."""
     return not (problem.has_alibi or problem.bias_shape is not None or problem.has_score_function)
 
 

@@ -104,11 +104,11 @@ def shifted(watched, m_before, m, l, alpha, cfg: gl.constexpr):
 def max_logits(largest, m, row, work):
     """[4]: by warp, the largest score of rows that exist, in units of log2.
 
-    A row whose p is infinite is done again.
+    No less than m, which without headroom is a score: of p that are infinite or NaN it alone says anything.
     """
     by_row: gl.constexpr = gl.SliceLayout(1, partial_layout())
-    scores = gl.convert_layout(m, by_row, assert_trivial=True)[:, None] + log2(largest)
+    above = gl.where(largest < float("inf"), gl.maximum(log2(largest), 0.0), 0.0)
+    scores = gl.convert_layout(m, by_row, assert_trivial=True)[:, None] + above
     exists = row + gl.arange(0, 64, by_row)[:, None] < work.seqlen_q
-    is_known = exists & (largest > 0.0) & (largest < float("inf"))
-    scores = gl.where(is_known, scores, float("-inf"))
+    scores = gl.where(exists, scores, float("-inf"))
     return gl.max(gl.max(scores.reshape([4, 16, 4]), 2), 1)
