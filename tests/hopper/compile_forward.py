@@ -106,6 +106,9 @@ CASES = {
     "score_d256": Case(256, 256, options={"causal": True}),
     "guarded_score_of_pairs_d128_causal": Case(128, 128, options={"causal": True}),
     "watched_d64_long": Case(64, 64, heads=32, seqlen_q=4096, seqlen_k=4096),
+    "watched_max_d64_long": Case(64, 64, heads=32, seqlen_q=4096, seqlen_k=4096),
+    "watched_max_d128_causal": Case(128, 128, options={"causal": True}, kv_heads=2),
+    "watched_max_d256": Case(256, 256, torch.float16, {"causal": True}),
     "watched_d128_causal": Case(128, 128, options={"causal": True}, kv_heads=2),
     "watched_d128_mask_softcap": Case(128, 128, options={"softcap": 20.0}, extras=("mask", "sinks")),
     "watched_d256": Case(256, 256, torch.float16, {"causal": True}),
@@ -192,7 +195,7 @@ def compile_case(name: str) -> list[dict[str, Any]]:
     inputs = as_bias(problem, inputs, host.pairs_of_distances)[1]
     problem = as_served(problem)
     if "watched" in name:
-        statistics = ("max_logit", "entropy") if "causal" in name else ("row_max", "entropy")
+        statistics = ("max_logit" if "max" in name else "row_max", "entropy")
         return compiled_rows(
             name, lambda: launch.forward(problem, inputs, residual=True, statistics=statistics), 90
         )

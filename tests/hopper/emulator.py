@@ -13,7 +13,6 @@ Layouts, swizzles, registers and fences are not modelled: those the compiler and
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 import random
@@ -434,10 +433,6 @@ def _append(x: Tile, bound: Tile, held: Tile, starts: Pointer, key: Tile, size: 
     return tile(torch.stack((held, held), -1))
 
 
-def _reduce(x: Tile, axis: int, combine: Callable[[Any, Any], Any]) -> Tile:
-    return tile(functools.reduce(combine, x.unbind(axis)))
-
-
 def _inline_asm(asm: str, constraints: str, args: list[Any], dtype: Any, is_pure: bool, pack: int) -> Any:
     for name, function in (("ex2", torch.exp2), ("lg2", torch.log2), ("rcp", torch.reciprocal)):
         if f"{name}.approx" in asm:
@@ -448,8 +443,6 @@ def _inline_asm(asm: str, constraints: str, args: list[Any], dtype: Any, is_pure
         return tile((x * y + z[0] if z else x * y).float())
     if "st.global.v2" in asm:
         return _append(*args)
-    if "max.s32" in asm:
-        return tile(torch.maximum(*args))
     if "mul.wide" in asm:
         p = args[0] * int(asm.split("$2, ")[1].split(";")[0])  # int64 wraps around, as uint64 does
         return tile((p >> 32) & 0xFFFFFFFF), tile(p & 0xFFFFFFFF)
@@ -733,7 +726,7 @@ def install() -> None:
         minimum=_both(torch.minimum), maximum=_both(torch.maximum),
         arange=lambda a, b, layout=None: tile(torch.arange(a, b)),
         full=lambda shape, value, dtype, layout: tile(torch.full(tuple(shape), value, dtype=dtype)),
-        reduce=_reduce, sum=_reduction(torch.sum), max=_reduction(torch.amax), min=_reduction(torch.amin),
+        sum=_reduction(torch.sum), max=_reduction(torch.amax), min=_reduction(torch.amin),
         log=torch.log, log2=torch.log2, abs=torch.abs,
         cast=_cast,
         expand_dims=torch.unsqueeze, associative_scan=lambda x, axis, add: x.cumsum(axis),

@@ -19,7 +19,7 @@ EXTRA_SPILL_BYTES = {
     "score": 160,
     "inlined": 96,
     "distances_d128_dropout": 400,  # with a mask and a softcap
-    "watched": 112,  # with max_logit and entropy by Triton 3.9, most of it outside of the loop; else 32
+    "watched": 96,
     "softcap": 320,
     "d256": 320,
     "dropout": 96,

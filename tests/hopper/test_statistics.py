@@ -59,6 +59,9 @@ def test_every_mixture_of_options(seed: int, dtype: torch.dtype):
     hold(found, q, k, aux, of_forward=OF_FORWARD, **options)
     assert_close(out, tilewise.attention(q, k, k, **options), atol=2e-2, rtol=2e-2)
     hold(tilewise.attention_statistics(q, k, aux, **options), q, k, aux, of_forward=OF_FORWARD, **options)
+    for alone in (Aux(max_logit=True), Aux(max_logit=True, entropy=True)):  # without row_max: another kernel
+        _, of_heads = tilewise.attention(q, k, k, return_aux=alone, backend=backend, **options)
+        hold(of_heads, q, k, alone, of_forward=OF_FORWARD, **options)
 
 
 @pytest.mark.parametrize("kind", ["equal", "period", "mixed"])
@@ -94,6 +97,13 @@ def test_the_forward_watches_mask_functions_and_caches_and_weights_before_dropou
     cache = tilewise.KVCache(1, 400, 4, 128, dtype=torch.bfloat16, device="cuda")
     _, found = tilewise.attention_with_cache(q, cache, k, k, causal=True, **call)
     hold(found, q, k, aux, causal=True)
+
+
+def test_an_infinite_score_is_the_largest():
+    q, k = torch.randn(2, 1, 300, 4, 64, device="cuda").to(torch.bfloat16)
+    q[0, 200, 1], k[0, 100, 1] = 1e30, 1e30
+    _, found = tilewise.attention(q, k, k, return_aux=Aux(max_logit=True), backend="hopper")
+    assert found.max_logit.isinf().tolist() == [False, True, False, False]
 
 
 def test_layouts_and_block_sizes_in_turn():

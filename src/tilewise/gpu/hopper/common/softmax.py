@@ -132,6 +132,26 @@ def partial_sums(p):
 
 
 @gluon.jit
+def columns_of_thread(x):
+    """x [64, N] as a tuple of [64, 4], the N // 4 columns that a thread has of its rows.
+
+    For sums and maxima one after the other: a compiler's tree of them would need registers for all.
+    """
+    parts = (x.reshape([64, x.shape[1] // 8, 4, 2]).permute([0, 2, 1, 3]).reshape([64, 4, x.shape[1] // 4]),)
+    for level in gl.static_range((x.shape[1] // 4).bit_length() - 1):
+        halves = ()
+        for n in gl.static_range(1 << level):
+            y = parts[n].reshape([64, 4, 2, parts[n].shape[2] // 2]).permute([0, 1, 3, 2])
+            halves = halves + y.split()  # type: ignore[assignment]
+        parts = halves  # type: ignore[assignment]
+    columns = ()
+    for n in gl.static_range(x.shape[1] // 4):
+        column = gl.convert_layout(parts[n].reshape([64, 4]), partial_layout(), assert_trivial=True)
+        columns = columns + (column,)  # type: ignore[assignment]  # noqa: RUF005
+    return columns
+
+
+@gluon.jit
 def rescaled_sums(l, alpha):
     """Each row of [64, 4] partial sums times its alpha."""
     return l * gl.convert_layout(alpha, gl.SliceLayout(1, partial_layout()), assert_trivial=True)[:, None]

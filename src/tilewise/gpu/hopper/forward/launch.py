@@ -97,7 +97,7 @@ def watched_config(problem: AttentionProblem, *statistics: str) -> ForwardConfig
 
 
 def watches(problem: AttentionProblem) -> bool:
-    """Whether the kernel gives statistics of rows and heads in its pass: of scores that are products alone."""
+    """Whether the kernel gives row_max, max_logit and entropy: of scores that are products alone."""
     return not (problem.has_alibi or problem.bias_shape is not None or problem.has_score_function)
 
 

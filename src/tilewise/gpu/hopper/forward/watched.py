@@ -9,7 +9,7 @@ compare as integers, of which the GPU takes three at once.
 
 from tilewise.gpu.hopper.common.compat import bits_of, float_of, gl, gluon
 from tilewise.gpu.hopper.common.layouts import partial_layout
-from tilewise.gpu.hopper.common.softmax import log2, reciprocal, rescaled_sums
+from tilewise.gpu.hopper.common.softmax import columns_of_thread, log2, reciprocal, rescaled_sums
 
 LOWEST = gl.constexpr(-1e4)  # of x where p is 0
 FAR_BELOW = gl.constexpr(-1e30)  # in units of log2: a hidden score whose p is 0, and p x as well
@@ -49,7 +49,9 @@ def watch_scores(watched, s, cfg: gl.constexpr):
     """What is watched, with a tile's scores. Before its weights, so that no register holds both."""
     largest, weighted = watched
     if cfg.HAS_ROW_MAX:
-        largest = gl.maximum(largest, of_thread(gl.max(by_thread(s), 2)))
+        columns = columns_of_thread(s)
+        for n in gl.static_range(s.shape[1] // 4):
+            largest = gl.maximum(largest, columns[n])
     return largest, weighted
 
 
@@ -58,33 +60,17 @@ def watch_weights(watched, x, p, is_steady: gl.constexpr, cfg: gl.constexpr):
     """What is watched, with a tile's weights. If it is steady, no x is -inf."""
     largest, weighted = watched
     if cfg.HAS_MAX_LOGIT:
-        of_tile = gl.reduce(by_thread(bits_of(p)), 2, larger_integer)
-        largest = gl.maximum(largest, of_thread(float_of(of_tile)))
+        bits, columns = bits_of(largest), columns_of_thread(bits_of(p))
+        for n in gl.static_range(p.shape[1] // 4):
+            bits = gl.maximum(bits, columns[n])
+        largest = float_of(bits)
     if cfg.HAS_ENTROPY:
         if not is_steady:
             x = gl.maximum(x, LOWEST)
-        weighted = weighted + of_thread(gl.sum(by_thread(p * x), 2))
+        exponents, weights = columns_of_thread(x), columns_of_thread(p)
+        for n in gl.static_range(p.shape[1] // 4):
+            weighted = weighted + weights[n] * exponents[n]
     return largest, weighted
-
-
-@gluon.jit
-def larger_integer(a, b):
-    """One after the other, as the compiler then takes three at a time."""
-    return gl.inline_asm_elementwise(
-        "max.s32 $0, $1, $2;", "=r,r,r", [a, b], dtype=gl.int32, is_pure=True, pack=1
-    )
-
-
-@gluon.jit
-def by_thread(x):
-    """x [64, N] as [64, 4, N // 4]: columns of a thread side by side, to be reduced one after the other."""
-    return x.reshape([64, x.shape[1] // 8, 4, 2]).permute([0, 2, 1, 3]).reshape([64, 4, x.shape[1] // 4])
-
-
-@gluon.jit
-def of_thread(x):
-    """[64, 4] values of threads in their layout."""
-    return gl.convert_layout(x, partial_layout(), assert_trivial=True)
 
 
 @gluon.jit

@@ -38,7 +38,7 @@ from tilewise.gpu.hopper.common.scheduler import (
     send,
     send_end,
 )
-from tilewise.gpu.hopper.common.softmax import Factors, softcapped
+from tilewise.gpu.hopper.common.softmax import Factors, columns_of_thread, softcapped
 
 LOWEST = gl.constexpr(-3.4028234e38)  # finite float32
 
@@ -159,30 +159,17 @@ def append(x, bound, held, starts, key, size):
     return held
 
 
-@gluon.constexpr_function
-def bit_reversed(n, bits):
-    return int(f"{n:0{bits}b}"[::-1], 2) if bits else 0
-
-
 @gluon.jit
 def collect(s, bound, held, tile, starts, list_size, cfg: gl.constexpr):
     """Put scores [64, BLOCK_N] of at least `bound` into lists that hold `held`; see `append`."""
-    LEVELS: gl.constexpr = (cfg.BLOCK_N // 8).bit_length() - 1
     layout: gl.constexpr = pair_layout()
     threads = gl.arange(0, 4, along(1, layout, 3))[None, :, None]
     pairs = gl.arange(0, 2, along(2, layout, 3))[None, None, :]
     key = tile * cfg.BLOCK_N + 2 * threads + pairs
-    parts = (s.reshape([64, cfg.BLOCK_N // 8, 4, 2]).permute([0, 2, 3, 1]),)
-    for level in gl.static_range(LEVELS):
-        halves = ()
-        for n in gl.static_range(1 << level):
-            x = parts[n]
-            first, second = x.reshape([64, 4, 2, x.shape[3] // 2, 2]).split()
-            halves = halves + (first, second)  # type: ignore[assignment]  # noqa: RUF005
-        parts = halves  # type: ignore[assignment]
-    for n in gl.static_range(1 << LEVELS):
-        x = gl.convert_layout(parts[n].reshape([64, 4, 2]), layout, assert_trivial=True)
-        held = append(x, bound, held, starts, key + 8 * bit_reversed(n, LEVELS), list_size)
+    columns = columns_of_thread(s)
+    for n in gl.static_range(cfg.BLOCK_N // 8):
+        x = gl.convert_layout(gl.join(columns[2 * n], columns[2 * n + 1]), layout, assert_trivial=True)
+        held = append(x, bound, held, starts, key + 8 * n, list_size)
     return held
 
 
