@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import warnings
 
+import numpy as np
 import pytest
 import torch
 
@@ -52,6 +53,9 @@ ATTENTION = {
     "window length": (dict(window=(1,)), ValueError, "window=(1,) must be (left, right)"),
     "window type": (dict(window=(1.5, 0)), ValueError, "window=(1.5, 0) must be (left, right)"),
     "sparse": (dict(query=Q.to_sparse()), TypeError, "query.layout=torch.sparse_coo must be torch.strided: pass to_dense"),
+    "sparse mask": (dict(mask=x(4, 5).bool().to_sparse()), TypeError, "mask.layout=torch.sparse_coo must be torch.strided"),
+    "sparse bias": (dict(bias=x(4, 5).to_sparse()), TypeError, "bias.layout=torch.sparse_coo must be torch.strided"),
+    "array": (dict(sinks=np.zeros(6)), TypeError, "sinks=ndarray must be a torch.Tensor"),
     "nested": (dict(key=JAGGED), TypeError, "key is nested of layout=torch.jagged, must not be nested: attention_varlen takes"),
     "nested, padded": (dict(key=NESTED), TypeError, "key is nested of layout=torch.strided, must not be nested"),
     "generator": (dict(generator=3), TypeError, "generator=3 must be None or a torch.Generator"),
@@ -180,6 +184,9 @@ def test_a_scale_that_turns_scores_around(scale):
 def test_flags_may_be_integers(backend):
     query = torch.randn(1, 5, 2, 8)
     tilewise.attention(query, query, query, causal=1, backend=backend)
+    tilewise.attention(query, query, query, causal=np.True_, backend=backend)
+    with pytest.raises(TypeError, match=r"sinks=ndarray must be a torch\.Tensor"):  # after an equal call
+        tilewise.attention(query, query, query, causal=1, sinks=np.zeros(2), backend=backend)
     assert describe(Inputs(query, query, query), Options(causal=1)).causal is True
 
 

@@ -138,3 +138,12 @@ def test_bad_masks_of_packed_sequences():
         tilewise.attention_varlen(*tensors(140), starts, starts, block_mask=of_size(1, 1, 79, 80))
     with pytest.raises(TypeError, match="must take"):
         tilewise.attention(*tensors(2, N), block_mask=of_size(1, 1, N, N), mask_mod=lambda b, h: b)
+
+
+def test_blocks_that_are_changed_in_place():
+    mask = ours.create_block_mask(lambda b, h, i, j: i >= j, None, None, 64, 64, device="cpu", BLOCK_SIZE=16)
+    q = torch.randn(1, 64, 1, 8)
+    assert tilewise.attention(q, q, q, block_mask=mask)[0, 32:48].all()
+    mask.kv_num_blocks[..., 2] = mask.full_kv_num_blocks[..., 2] = 0
+    out = tilewise.attention(q, q, q, block_mask=mask)[0]
+    assert not out[32:48].any() and out[48:].all()

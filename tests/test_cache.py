@@ -137,6 +137,18 @@ def check_continues(cache, held, x):
     assert cache.lengths.tolist() == lengths
 
 
+def test_a_cache_copied_or_given_lengths_in_inference_mode():
+    x = torch.randn(2, 3, 2, 4)
+    cache = tilewise.KVCache(2, 8, 2, 4, dtype=torch.float32)
+    pages = tilewise.PagedKVCache(4, 16, 2, 4, dtype=torch.float32)
+    with torch.inference_mode():
+        cache, pages = copy.deepcopy(cache), pickle.loads(pickle.dumps(pages))
+        cache.lengths = torch.tensor([0, 0], dtype=torch.int32)
+    check_continues(cache, [0, 0], x)
+    pages.append(x[:1], x[:1], [pages.allocate()])
+    assert torch.equal(pages.gather(0)[1], x[0])
+
+
 @pytest.mark.parametrize("value_in_key", [False, True])
 @pytest.mark.parametrize("where", ["inside", "outside"])
 def test_a_cache_made_in_inference_mode(value_in_key, where):

@@ -341,6 +341,17 @@ def test_of_equal_scores_the_lower_key_comes_first(dtype, k):
     assert torch.equal(found.top_k.keys, exact.top_k.keys)
 
 
+@pytest.mark.parametrize("backend", [None, "tiled"])
+def test_maxima_show_a_score_that_is_no_number(backend):
+    q, k = torch.randn(2, 1, 20, 2, 8)
+    q[0, 3, 1, 5] = torch.nan
+    aux = Aux(row_max=True, max_logit=True)
+    _, watched = tilewise.attention(q, k, k, causal=True, return_aux=aux, backend=backend)
+    for found in (watched, tilewise.attention_statistics(q, k, aux, causal=True, backend=backend)):
+        assert found.row_max.isnan().nonzero().tolist() == [[0, 1, 3]]
+        assert found.max_logit.isnan().tolist() == [False, True]
+
+
 def test_huge_scores_keep_their_weights():
     """An lse of 1e4 has lost three digits of the weights; the residual has them."""
     q, k = 60 * torch.randn(1, 40, 1, 64), 60 * torch.randn(1, 50, 1, 64)
@@ -438,6 +449,10 @@ def test_watched_calls_are_refused():
     q = torch.randn(1, 20, 2, 8)
     with pytest.raises(NotImplementedError, match=r"torch\.func"):
         torch.func.grad(lambda q: tilewise.attention_statistics(q, q, Aux(entropy=True)).entropy.sum())(q)
+    out, found = tilewise.attention(q.requires_grad_(), q, q, return_aux=Aux(entropy=True))
+    for t in (out, found.entropy):
+        with pytest.raises(NotImplementedError, match="takes no batched gradients"):
+            torch.autograd.grad(t, q, torch.ones(3, *t.shape), is_grads_batched=True)
 
 
 @pytest.mark.parametrize(
@@ -446,7 +461,8 @@ def test_watched_calls_are_refused():
         ({"top_k": 65}, ValueError, "top_k=65 must be between 0 and 64"),
         ({"top_k": 2.0}, TypeError, "top_k=2.0 must be an integer"),
         ({"top_k": True}, TypeError, "top_k=True must be an integer"),
-        ({"block_sum": -1}, ValueError, "block_sum=-1 must be at least 0"),
+        ({"block_sum": -1}, ValueError, "block_sum=-1 must be between 0 and 4611686018427387904"),
+        ({"block_sum": 2**63}, ValueError, "block_sum=9223372036854775808 must be between 0 and"),
         ({"entropy": "yes"}, TypeError, "entropy='yes' must be True or False"),
         ({"column_sum": "head"}, ValueError, "column_sum='head' must be True, False or 'group'"),
         ({"last_rows": 3}, ValueError, "last_rows=3 must be None without column_sum"),

@@ -359,7 +359,7 @@ def _check_scores(inputs: Inputs, layout: str, mask: Tensor | None, bias: Tensor
 
 
 def _four_dimensions(t: Tensor) -> Tensor:
-    if not isinstance(t, Tensor) or t.ndim >= 4:  # no tensor: the checks name it
+    if not isinstance(t, Tensor) or t.ndim >= 4 or t.layout != torch.strided:  # which the checks name
         return t
     return t.reshape((1,) * (4 - t.ndim) + t.shape)
 

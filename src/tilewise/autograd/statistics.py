@@ -14,7 +14,7 @@ from tilewise.core.plan import Results, Watched
 from tilewise.core.problem import Gradients, Inputs, Options, describe, of_gradient
 from tilewise.core.signature import LazyTensor, NoMemory, all_resolved, resolved
 from tilewise.core.statistics import Aux, Measured, Statistics, check_request
-from tilewise.core.torch_private import is_plain_eager, own_dtypes, while_tracing
+from tilewise.core.torch_private import is_batched, is_plain_eager, own_dtypes, while_tracing
 from tilewise.core.values import check_values
 from tilewise.dispatch import plans, statistics as dispatch
 from tilewise.dispatch.plans import Entry
@@ -137,6 +137,11 @@ class AttentionWithStatistics(torch.autograd.Function):
             raise NotImplementedError(
                 "a call with return_aux has no second derivatives: attention without it has, and so has the "
                 "formula, tilewise.reference.attention_statistics"
+            )
+        if any(map(is_batched, (dout, dlse, *grads))):
+            raise NotImplementedError(
+                "a call with return_aux takes no batched gradients (is_grads_batched=True, or vectorize=True "
+                "of torch.autograd.functional): attention without it does"
             )
         saved = ctx.saved_tensors
         inputs, results = Inputs(*saved[:NUM_INPUTS]), Results(*saved[NUM_INPUTS:])

@@ -32,6 +32,14 @@ def mark_static(*tensors: Tensor | None) -> None:
             t._dynamo_static_input_type = "unguarded"  # type: ignore[attr-defined]
 
 
+def normal(t: Any) -> Any:
+    """A tensor that can be changed outside of inference mode too; anything else as it is."""
+    if not (isinstance(t, Tensor) and t.is_inference()):
+        return t
+    with torch.inference_mode(False), torch.no_grad():
+        return torch.empty_like(t, memory_format=torch.preserve_format).copy_(t)
+
+
 class KVCache:
     """A contiguous cache: (batch, max_seqlen, num_kv_heads, head_dim) for keys, likewise for values.
 
@@ -103,7 +111,7 @@ class KVCache:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """A copy: its tensors count their versions anew, and pickled ones share no memory."""
-        self.__dict__.update(state)
+        self.__dict__.update({name: normal(t) for name, t in state.items()})
         self._known = None
         if self.value_in_key:
             self.value = self.key[..., : self.value.shape[-1]]
@@ -117,7 +125,7 @@ class KVCache:
 
     @lengths.setter
     def lengths(self, lengths: Tensor) -> None:
-        self._lengths = lengths
+        self._lengths = normal(lengths)
 
     def append(self, k: Tensor, v: Tensor | None = None) -> None:
         """Write new tokens behind those each sequence holds.

@@ -17,6 +17,7 @@ from tilewise.cache.contiguous import (
     described,
     layout_hint,
     mark_static,
+    normal,
 )
 from tilewise.cache.pages import PADDING, PagedBatch, PageTable, integers
 from tilewise.cache.quantized_pages import QUANTIZED, dequantized, write_quantized
@@ -123,7 +124,7 @@ class PagedKVCache:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """A copy: pickled tensors share no memory."""
-        self.__dict__.update(state)
+        self.__dict__.update({name: normal(t) for name, t in state.items()})
         if self.value_in_key:
             self.value, self.value_scale = self.key[..., : self.value.shape[-1]], self.key_scale
         mark_static(self.key, self.value, self.key_scale, self.value_scale)

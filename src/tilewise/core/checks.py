@@ -229,7 +229,8 @@ def check_number(name: str, value: Any) -> None:
 
 def check_flag(name: str, value: Any) -> None:
     """Raises TypeError if value is neither true nor false; None is false."""
-    is_flag = value is None or isinstance(value, bool | torch.SymBool) or type(value).__name__ == "bool_"
+    is_flag = value is None or isinstance(value, bool | torch.SymBool)
+    is_flag = is_flag or type(value).__name__ in ("bool", "bool_")  # NumPy's, of 2 and of 1
     if not is_flag and not (isinstance(value, Integral) and value in (0, 1)):
         raise TypeError(f"{name}={shown(value)} must be True or False")
 

@@ -24,6 +24,7 @@ from tilewise.core.checks import check_flag, shown
 from tilewise.core.problem import AttentionProblem, Inputs, spans
 
 MAX_TOP_K = 64
+MAX_BLOCK_SUM = 2**62
 FOLD = 64  # numbers of a row of which the largest is found first
 GROUP = "group"  # column sums of the query heads that share a KV head, added up
 
@@ -84,7 +85,7 @@ class Aux:
             check_flag("column_sum", self.column_sum)
             object.__setattr__(self, "column_sum", bool(self.column_sum))
         _check_integer("top_k", self.top_k, 0, MAX_TOP_K)
-        _check_integer("block_sum", self.block_sum, 0)
+        _check_integer("block_sum", self.block_sum, 0, MAX_BLOCK_SUM)
         if self.last_rows is not None:
             _check_integer("last_rows", self.last_rows, 1)
             if not self.column_sum:

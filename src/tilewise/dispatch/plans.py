@@ -89,7 +89,7 @@ def find(
             if entry.matches(tensors):
                 entry.last_use = next(_clock)
                 return entry
-    except (AttributeError, RuntimeError) as error:  # no tensor, or a nested one
+    except (AttributeError, RuntimeError, ValueError) as error:  # no tensor, NumPy's array, or a nested one
         raise NoMemory from error
     except TypeError:  # an option that cannot be hashed is of a wrong type: the checks name it
         make(_signature(direction, tensors, call))

@@ -114,10 +114,18 @@ def measure(
         given = NOTHING._replace(row_max=row_max, entropy=entropy, max_logit=max_logit)
         aux = _after_forward(aux)
     if not aux.needs_pass:
-        return given
+        return _with_nan(given, forward)
     call = (options, backend, plans.NO_REQUEST, False, torch.get_num_threads(), "bshd", False, aux)
     entry = plans.find("statistics", (*inputs, forward.lse, forward.residual), call, _make)
-    return merged((given, plans.run(entry, inputs, forward)))
+    return _with_nan(merged((given, plans.run(entry, inputs, forward))), forward)
+
+
+def _with_nan(found: Measured, results: Results) -> Measured:
+    """Maxima forget a NaN, which is in lse."""
+    if found.row_max is None or results.lse is None:
+        return found
+    is_nan = results.lse.isnan() & (found.row_max < float("inf"))
+    return found._replace(row_max=found.row_max.masked_fill(is_nan, float("nan")))
 
 
 class Passes(NamedTuple):

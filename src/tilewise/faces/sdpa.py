@@ -156,6 +156,7 @@ def _broadcast(
     query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool
 ) -> tuple[Tensor, Tensor, Tensor, torch.Size]:
     """The same of tensors that have other dimensions, or heads that differ."""
+    check_tensors(query=query, key=key, value=value)
     for name, t in (("query", query), ("key", key), ("value", value)):
         if t.ndim < 2:
             raise ValueError(
@@ -228,6 +229,7 @@ def _flatten_mask(attn_mask: Tensor, shape: tuple[int, ...]) -> Tensor:
     """(leading batch or 1, heads or 1, seqlen_q or 1, seqlen_k or 1), of a mask broadcastable to shape."""
     if not isinstance(attn_mask, Tensor):
         raise TypeError(f"attn_mask={type(attn_mask).__name__} must be a torch.Tensor or None")
+    check_tensors(attn_mask=attn_mask)
     if attn_mask.dtype != torch.bool and not attn_mask.dtype.is_floating_point:
         raise TypeError(f"attn_mask.dtype={attn_mask.dtype} must be bool or floating point")
     padded = (1,) * (len(shape) - attn_mask.ndim) + tuple(attn_mask.shape)

@@ -60,9 +60,15 @@ def mask_function(mask: BlockMask, sizes: tuple[int, int]) -> Any:
     origin, shared = getattr(mask, "_origin", None), batch_and_heads(mask)
     if origin is not None and mask.mask_mod is origin[0]:
         covers = all(n == size or name not in origin[2] for n, size, name in zip(shared, sizes, "bh"))
-        if covers and all(getattr(mask, name) is t for name, t in zip(INDEX, origin[1])):
+        is_same = all(getattr(mask, name) is t for name, t in zip(INDEX, origin[1]))
+        if covers and is_same and versions(origin[1]) == origin[3]:
             return origin[0]
     return _by_blocks(mask, shared)
+
+
+def versions(index: tuple[Tensor | None, ...]) -> tuple[int | None, ...]:
+    """How often each of the index tensors was written to; None of inference tensors, which do not say."""
+    return tuple(None if t is None or t.is_inference() else t._version for t in index)
 
 
 def _by_blocks(mask: BlockMask, shared: tuple[int, int]) -> Any:

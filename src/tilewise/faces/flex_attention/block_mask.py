@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.attention import flex_attention as theirs
 
 from tilewise.core.checks import check_known, shown
-from tilewise.core.functions.block_mask import block_kinds
+from tilewise.core.functions.block_mask import block_kinds, versions
 from tilewise.core.functions.call import MaskFunction
 from tilewise.core.functions.captured import check_indices, pack
 from tilewise.core.functions.tile_map import EMPTY, FULL, PARTIAL, edges, refined, tile_kinds
@@ -29,7 +29,7 @@ class BlockMask(theirs.BlockMask):
     """
 
     # mask_mod, if the blocks are just what it says, the index tensors, and which of b, h, i, j it reads
-    _origin: tuple[Any, tuple[Tensor | None, ...], frozenset[str]] | None = None
+    _origin: tuple[Any, tuple[Tensor | None, ...], frozenset[str], tuple[int | None, ...]] | None = None
 
     def __getitem__(self, index: Any) -> BlockMask:
         return _own(super().__getitem__(index))
@@ -115,7 +115,7 @@ def create_block_mask(
     by_key = (*_ordered(partial.mT), *_ordered(None if full is None else full.mT))
     lengths = (Q_LEN, KV_LEN)
     mask = BlockMask(lengths, *index, *by_key, BLOCK_SIZE=tuple(blocks), mask_mod=mask_mod)
-    mask._origin = (mask_mod, index, found.functions.hides_by)
+    mask._origin = (mask_mod, index, found.functions.hides_by, versions(index))
     return mask
 
 

@@ -261,7 +261,8 @@ class BFloat16Products(Products):
     def degree(self) -> int:
         """Of the exponential's polynomial."""
         config = self.shape.config
-        return DEGREES["f32" if "entropy" in config.statistics else config.kind]
+        has_sums = not {"row_max"} >= set(config.statistics)  # of many weights
+        return DEGREES["f32" if has_sums else config.kind]
 
 
 class CutProducts(BFloat16Products):

@@ -14,7 +14,7 @@ from tilewise.gpu.hopper.common.softmax import (
     partial_sums,
     reciprocal,
 )
-from tilewise.gpu.hopper.forward.watched import max_logits
+from tilewise.gpu.hopper.forward.watched import have_nan, max_logits
 
 SMALLEST_SUM = gl.constexpr(2.0**-100)  # of O's sizes, by thread: below 2^-126 float32 loses digits
 
@@ -35,12 +35,12 @@ def failures(l, acc, dtype: gl.constexpr, cfg: gl.constexpr):
 
 @gluon.jit
 def store_rows(
-    acc, m, l, watched, smem_o, row, work, o_desc, targets, sinks, sizes, factors, headroom, extras,
+    acc, m, l, watched, smem_o, row, work, o_desc, targets, sinks, sizes, factors, is_exact, headroom, extras,
     cfg: gl.constexpr,
 ):  # fmt: skip
     """Normalize, and store O (staged in the slot of Q, which is no longer needed), lse and statistics."""
     if cfg.WATCHES:
-        store_watched(m, l, watched, row, work, targets, sinks, sizes, factors, cfg)
+        store_watched(m, l, watched, row, work, targets, sinks, sizes, factors, is_exact, cfg)
     factor = store_lse(m, l, row, work, targets, sinks, sizes, factors, cfg, headroom)
     if cfg.HAS_DROPOUT:
         factor = factor * extras.inverse_keep
@@ -65,7 +65,7 @@ def row_places(row, work, sizes, cfg: gl.constexpr):
 
 
 @gluon.jit
-def store_watched(m, l, watched, row, work, targets, sinks, sizes, factors, cfg: gl.constexpr):
+def store_watched(m, l, watched, row, work, targets, sinks, sizes, factors, is_exact, cfg: gl.constexpr):
     """Store the statistics of a warpgroup's rows: see `watched`. A sink counts as one outcome more."""
     largest, weighted = watched
     stat, head, inside = row_places(row, work, sizes, cfg)
@@ -76,6 +76,8 @@ def store_watched(m, l, watched, row, work, targets, sinks, sizes, factors, cfg:
         of_warps = max_logits(largest, m, row, work)
         heads = work.head + 0 * gl.arange(0, 4, of_warps.type.layout)
         gl.atomic_max(targets.max_logit + heads, of_warps * LN_2)
+        is_nan = have_nan(m, l, row, work) & (is_exact != 0)  # before, sums may be too large
+        gl.store(targets.max_logit + heads, of_warps + float("nan"), mask=is_nan)  # which no number replaces
     if cfg.HAS_ENTROPY:
         l = gl.convert_layout(gl.sum(l, 1), row_layout(cfg.BLOCK_N), assert_trivial=True)
         weighted = gl.convert_layout(gl.sum(weighted, 1), row_layout(cfg.BLOCK_N), assert_trivial=True)

@@ -193,7 +193,7 @@ def mma_role(
         smem_o = rings.smem_o.index(q_use % cfg.Q_SLOTS * cfg.O_TILES)
         store_rows(
             acc, m, l, watched, smem_o, row, work, o_desc, targets, sinks, sizes, factors,
-            headroom(is_exact, cfg), extras, cfg,
+            is_exact, headroom(is_exact, cfg), extras, cfg,
         )  # fmt: skip
         if not HAS_SPARE_SLOT:  # the load role may wait for this slot before it loads what we need next
             wait_for_stores(0)

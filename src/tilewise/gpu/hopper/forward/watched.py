@@ -98,3 +98,13 @@ def max_logits(largest, m, row, work):
     exists = row + gl.arange(0, 64, by_row)[:, None] < work.seqlen_q
     scores = gl.where(exists, scores, float("-inf"))
     return gl.max(gl.max(scores.reshape([4, 16, 4]), 2), 1)
+
+
+@gluon.jit
+def have_nan(m, l, row, work):
+    """[4]: by warp, whether a score of rows that exist is NaN, and none of the row is infinite."""
+    by_row: gl.constexpr = gl.SliceLayout(1, partial_layout())
+    is_finite = gl.convert_layout(m, by_row, assert_trivial=True)[:, None] < float("inf")
+    exists = row + gl.arange(0, 64, by_row)[:, None] < work.seqlen_q
+    found = gl.where(exists & is_finite & (l != l), 1, 0)
+    return gl.max(gl.max(found.reshape([4, 16, 4]), 2), 1) > 0
