@@ -194,6 +194,23 @@ def block_mask(batch, seqlen):
     return ours.create_block_mask(MASKS["causal"], batch, 1, seqlen, seqlen, device="cpu")
 
 
+@pytest.mark.parametrize("has_lse", [False, True])
+def test_largest_scores(has_lse):
+    q, k, v = tensors()
+    mask = ours.create_block_mask(lambda b, h, i, j: j < i, None, None, q.shape[2], k.shape[2], device="cpu")
+    request = ours.AuxRequest(lse=has_lse, max_scores=True)
+    out, aux = ours.flex_attention(
+        q.requires_grad_(), k, v, lambda s, b, h, i, j: 2 * s + i, mask, enable_gqa=True, return_aux=request
+    )
+    s = 2 * q.detach() @ k.repeat_interleave(q.shape[1] // k.shape[1], 1).mT * q.shape[-1] ** -0.5
+    i, j = torch.arange(q.shape[2])[:, None], torch.arange(k.shape[2])
+    expected = (s + i).masked_fill(j >= i, -torch.inf).amax(-1)
+    torch.testing.assert_close(aux.max_scores, expected, check_dtype=False)
+    assert (aux.lse is not None) == has_lse and not aux.max_scores.requires_grad
+    out.sum().backward()
+    assert q.grad.isfinite().all()
+
+
 def test_picture():
     picture = ours.create_block_mask(MASKS["causal"], 2, 4, 384, 384, device="cpu")._repr_html_()
     assert picture.count("<svg") == 4 and "33% empty" in picture and "and 4 more" in picture
@@ -207,7 +224,6 @@ def test_picture():
         ({"block_mask": block_mask(1, 64)}, ValueError, "lengths"),
         ({"block_mask": block_mask(3, 300)}, ValueError, "batch"),
         ({"enable_gqa": False}, ValueError, "enable_gqa=True"),
-        ({"return_aux": ours.AuxRequest(max_scores=True)}, NotImplementedError, "max_scores"),
         ({"return_aux": True}, TypeError, "AuxRequest"),
         ({"return_aux": ours.AuxRequest(lse=True), "return_lse": True}, ValueError, "return_lse"),
         ({"kernel_options": 3}, TypeError, "kernel_options"),

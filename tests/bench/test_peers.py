@@ -172,6 +172,11 @@ def test_backward_times_the_gradients_alone(monkeypatch):
     [
         ("flex", dense("backward", "float32", 16, 1, 1, 20), "no backward on the CPU"),
         ("flex", decode("float32", (1, 1), 1, 64, page_size=16), "no page tables"),
+        (
+            "flex",
+            replace(dense("forward", "float32", 16, 1, 1, 20), statistics="max_logit"),
+            "on GPUs only",
+        ),
         ("sdpa-flash", decode("float32", (1, 1), 1, 64, page_size=16), "has no page tables"),
         ("standard", decode("float32", (1, 1), 1, 64, page_size=16), "has no page tables"),
         ("tilewise:tiled", decode("float32", (1, 1), 1, 64, page_size=16), "takes no backend"),

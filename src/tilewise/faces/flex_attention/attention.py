@@ -10,6 +10,7 @@ from torch.nn.attention import flex_attention as theirs
 from tilewise.api import attention
 from tilewise.core.checks import check_flag, check_known, check_tensors, shown
 from tilewise.core.functions.call import ScoreFunction
+from tilewise.core.statistics import Aux
 
 
 def flex_attention(
@@ -42,16 +43,17 @@ def flex_attention(
         enable_gqa: allow fewer KV heads than query heads.
         return_lse: also return lse, as PyTorch's older releases have it; excludes return_aux.
         kernel_options: tile sizes and the like of PyTorch's kernels, which don't run here.
-        return_aux: `AuxRequest(lse=True)` also returns `AuxOutput(lse)`.
+        return_aux: `AuxRequest(lse=True, max_scores=True)` also returns an `AuxOutput` of these.
 
     Returns:
         out (batch, num_heads, seqlen_q, head_dim_v). With return_aux, also an `AuxOutput`; with return_lse,
-        also lse: (batch, num_heads, seqlen_q), natural log, float32 (float64 for float64), differentiable. A
-        query that sees no key has out 0 and lse -inf.
+        also lse: (batch, num_heads, seqlen_q), natural log, float32 (float64 for float64), differentiable.
+        max_scores, likewise: each query's largest visible score after score_mod; it has no gradient, and a
+        call with it no second derivatives. A query that sees no key has out 0, lse and max_scores -inf.
 
     Raises:
         ValueError, TypeError: an argument does not fit; or as `tilewise.attention`.
-        NotImplementedError: `AuxRequest(max_scores=True)`, or a function that can't be traced.
+        NotImplementedError: a function that can't be traced; `torch.func` or forward mode with max_scores.
 
     Source: Dong et al., Flex Attention (2024).
 
@@ -67,7 +69,9 @@ def flex_attention(
     check_tensors(query=query, key=key, value=value)
     check_flag("enable_gqa", enable_gqa)
     check_flag("return_lse", return_lse)
-    wants_lse = _wants_lse(return_lse, return_aux)
+    _check_request(return_lse, return_aux)
+    wants_lse = return_lse if return_aux is None else bool(return_aux.lse)
+    wants_max = return_aux is not None and bool(return_aux.max_scores)
     if kernel_options is not None and not isinstance(kernel_options, dict):
         raise TypeError(f"kernel_options={shown(kernel_options)} must be None or a dict")
     for name, t in (("query", query), ("key", key), ("value", value)):
@@ -81,22 +85,20 @@ def flex_attention(
         key, value = (t.expand(query.shape[0], -1, -1, -1) for t in (key, value))
     found: Any = attention(
         query, key, value, score_mod=score_mod, block_mask=block_mask, scale=scale, layout="bhsd",
-        return_lse=wants_lse,
+        return_lse=wants_lse, return_aux=Aux(row_max=True) if wants_max else None,
     )  # fmt: skip
     if return_aux is None:
         return found  # type: ignore[no-any-return]
-    out, lse = found if wants_lse else (found, None)
-    return out, theirs.AuxOutput(lse=lse)
+    out, *more = found if wants_lse or wants_max else (found,)
+    lse = more[0] if wants_lse else None
+    return out, theirs.AuxOutput(lse=lse, max_scores=more[-1].row_max if wants_max else None)
 
 
-def _wants_lse(return_lse: bool, return_aux: Any) -> bool:
-    """Raises TypeError, ValueError, NotImplementedError if what is asked for can't be had."""
+def _check_request(return_lse: bool, return_aux: Any) -> None:
+    """Raises TypeError, ValueError if what is asked for can't be had."""
     if return_aux is None:
-        return return_lse
+        return
     if not isinstance(return_aux, theirs.AuxRequest):
         raise TypeError(f"return_aux={shown(return_aux)} must be None or an AuxRequest")
     if return_lse:
         raise ValueError("return_lse=True must be False when return_aux is given: AuxRequest(lse=True)")
-    if return_aux.max_scores:
-        raise NotImplementedError("AuxRequest(max_scores=True) is not served; AuxRequest(lse=True) is")
-    return bool(return_aux.lse)

@@ -225,7 +225,10 @@ SUITES = {
     ),
     "functions": Suite(_functions, None, ("tilewise", "tilewise-option", "flex", "standard")),
     "statistics": Suite(
-        _statistics, None, ("tilewise", "tilewise-plain", "standard"), {"standard": r"-s(1024|4096)-"}
+        _statistics,
+        None,
+        ("tilewise", "tilewise-plain", "flex", "standard"),
+        {"flex": r"-max_logit", "standard": r"-s(1024|4096)-"},
     ),
     "decode": Suite(_decode, "cuda"),
     "distributed": Suite(_distributed, None),

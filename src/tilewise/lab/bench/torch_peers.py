@@ -182,12 +182,14 @@ class Flex(Peer):
 
     def prepare(self, case: Case, data: Data, layout: str) -> Prepared:
         import torch._functorch.config
-        from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+        from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
 
         if case.page_size is not None:
             raise Refusal("PyTorch's FlexAttention has no page tables")
         if data.device == "cpu" and case.direction != "forward":
             raise Refusal("FlexAttention has no backward on the CPU")
+        if case.statistics and (case.statistics != "max_logit" or data.device == "cpu"):
+            raise Refusal("FlexAttention gives largest scores alone, and on GPUs only")
         tensors, dout = dense_tensors(data, layout)
         if case.kind == "varlen":
             tensors = [t.transpose(0, 1)[None] for t in tensors]
@@ -208,6 +210,13 @@ class Flex(Peer):
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             return compiled(q, k, v, score_mod, block_mask, enable_gqa=gqa)
 
+        def watch(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+            options: dict[str, Any] = {"enable_gqa": gqa, "return_aux": AuxRequest(max_scores=True)}
+            out, found = compiled(q, k, v, score_mod, block_mask, **options)
+            return out, {"max_logit": found.max_scores.amax((0, 2))}
+
+        if case.statistics:
+            return prepare_statistics(case, tensors, watch, from_bhsd, dict)
         canonical = (lambda t: t[0].transpose(0, 1)) if case.kind == "varlen" else from_bhsd
         return prepare_call(case, tensors, dout, attend, canonical, others=data.option.leaves)
 
