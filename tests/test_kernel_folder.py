@@ -182,6 +182,12 @@ def test_triton_hashes_itself_once_as_long_as_its_files_are_the_same(tmp_path, m
     assert process() > 0 and process() == 0
     (code / "added.py").write_text("x = 1")
     assert process() > 0 and process() == 0
+    (tmp_path / "backend").mkdir()
+    (code / "backend").symlink_to(tmp_path / "backend")  # of an editable install
+    (tmp_path / "backend" / "compiler.py").write_text("x = 1")
+    assert process() > 0 and process() == 0
+    (code / ".#gone.py").symlink_to(code / "gone.py")  # an editor's lock
+    assert process() > 0
     monkeypatch.setenv("TRITON_CACHE_DIR", str(code / "__init__.py" / "no folder"))
     assert process() > 0
     monkeypatch.delattr(cache, "triton_key")  # a release that has none

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from typing import Any
 
 import emulator
@@ -158,9 +159,9 @@ CASES: dict[str, tuple[Any, Any, int, int, int, int, dict[str, Any]]] = {
 
 # whose forward is asked for statistics of its weights as well
 WATCHED = {
-    "full", "causal", "negative", "long_d64", "steeper", "steeper_long_causal", "large_sinks", "more_queries",
-    "window_d64", "left_window", "softcap", "sinks", "few_queries", "packed", "mask_blocks_window",
-    "mask_rows", "mask_steep", "mask_nothing", "d256_128",
+    "full", "causal", "negative", "long_d64", "steeper", "ramp", "steeper_long_causal",
+    "large_sinks", "more_queries", "window_d64", "left_window", "softcap", "sinks", "few_queries", "packed",
+    "mask_blocks_window", "mask_rows", "mask_steep", "mask_nothing", "d256_128",
 }  # fmt: skip
 
 
@@ -189,6 +190,17 @@ def check_watched(problem: AttentionProblem, inputs: Inputs, expected: tuple[tor
         size = max(1.0, problem.scale * query.abs().amax().item() * key.abs().amax().item())
         errors.append((a.double() - e).masked_fill(e.isinf(), 0.0).abs().amax().item() / size)
     return max(errors)
+
+
+def check_extremes(problem: AttentionProblem, inputs: Inputs) -> None:
+    """A score that is infinite or NaN shows in its head's max_logit, and in no other's."""
+    query, key = inputs.query.clone(), inputs.key.clone()
+    query[0, 30, 1, 3], query[0, 200, 2], key[0, 100, 2] = math.nan, 1e30, 1e30
+    inputs = inputs._replace(query=query, key=key)
+    for statistics in (("max_logit",), ("max_logit", "entropy")):
+        max_logit = launch.forward(problem, inputs, None, "bshd", True, statistics)[3]
+        assert max_logit.isnan().tolist() == [False, True, False]
+        assert max_logit.isinf().tolist() == [False, False, True]
 
 
 def _exact(problem: AttentionProblem, inputs: Inputs) -> tuple[AttentionProblem, Inputs]:
@@ -251,6 +263,8 @@ def check(name: str) -> float:
         inputs, Options(**options), mask_mod, score_mod, host.pairs_of_distances
     )
     out, lse, residual = plan.forward(problem, inputs, residual=True)
+    if name == "causal":
+        check_extremes(problem, inputs)
     watched_error = check_watched(problem, inputs, (out, lse, residual)) if name in WATCHED else 0.0
     if "large" in name and "values" not in name:
         assert not torch.equal(residual, torch.zeros_like(residual))

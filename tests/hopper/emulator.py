@@ -418,8 +418,11 @@ def _atomic_add(p: Pointer, value: Any, mask: Any = None, sem: str = "acq_rel") 
 
 
 def _atomic_max(p: Pointer, value: Any) -> None:
+    offset, value = p.offset.flatten().long(), value.flatten()
+    is_number = ~value.isnan()  # another is neither positive nor negative, as whose bits it would be added
     with _lock:
-        p.base.scatter_reduce_(0, p.offset.flatten().long(), value.flatten(), "amax")
+        kept = p.base[offset[is_number]].isnan()
+        p.base.scatter_reduce_(0, offset[is_number][~kept], value[is_number][~kept], "amax")
 
 
 def _append(x: Tile, bound: Tile, held: Tile, starts: Pointer, key: Tile, size: int) -> Tile:
@@ -649,6 +652,14 @@ def _reduction(function: Callable[..., torch.Tensor]) -> Callable[..., Any]:
     return lambda x, axis: function(x, axis).item() if x.ndim == 1 else function(x, axis)
 
 
+def _largest(x: torch.Tensor, axis: int) -> torch.Tensor:
+    """As a GPU has it: NaN only where all are."""
+    if not x.is_floating_point():
+        return torch.amax(x, axis)
+    is_nan = x.isnan()
+    return x.masked_fill(is_nan, -torch.inf).amax(axis).masked_fill(is_nan.all(axis), torch.nan)
+
+
 def _as_blocks(smem: Shared, count: int, desc: Descriptor) -> Shared:
     return Shared(smem.data.view(-1).view(desc.dtype).view(count, *desc.block_shape))
 
@@ -723,10 +734,10 @@ def install() -> None:
         float8e4nv=torch.float8_e4m3fn, int8=torch.int8, int32=torch.int32, int64=torch.int64,
         uint32=torch.int64, uint64=torch.int64,  # whose products keep the low 64 bits
         where=_both(lambda c, a, b: torch.where(c, a, b)),
-        minimum=_both(torch.minimum), maximum=_both(torch.maximum),
+        minimum=_both(torch.fmin), maximum=_both(torch.fmax),
         arange=lambda a, b, layout=None: tile(torch.arange(a, b)),
         full=lambda shape, value, dtype, layout: tile(torch.full(tuple(shape), value, dtype=dtype)),
-        sum=_reduction(torch.sum), max=_reduction(torch.amax), min=_reduction(torch.amin),
+        sum=_reduction(torch.sum), max=_reduction(_largest), min=_reduction(torch.amin),
         log=torch.log, log2=torch.log2, abs=torch.abs,
         cast=_cast,
         expand_dims=torch.unsqueeze, associative_scan=lambda x, axis, add: x.cumsum(axis),

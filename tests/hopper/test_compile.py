@@ -40,6 +40,7 @@ def test_no_configuration_spills_much_or_leaves_the_tensor_cores(compiled_by: Co
         assert row["shared_bytes"] <= SHARED_BYTES, row
         assert row["warpgroup_instructions"] > 0, row
         assert not row["is_serialized"], row  # each product would be waited for before the next one
+        assert row["waits_for_kernel_before"] == row["is_early"] == ("max" in row["case"]), row
 
 
 @pytest.mark.slow
@@ -62,12 +63,14 @@ def test_decoding_fits_and_hardly_spills(compiled_by: Compiler):
 def test_the_second_pass_of_statistics_fits_and_hardly_spills(compiled_by: Compiler):
     rows = compiled_by("compile_statistics.py", draw=1)
     second_pass = ["attn_weight_sums_kernel", "attn_candidates_kernel", "select_largest_kernel"]
+    early = [*second_pass, "attn_top_k_kernel"]
     for case in {row["case"] for row in rows}:
         kernels = [row["kernel"] for row in rows if row["case"] == case]
         attention = [kernel for kernel in kernels if kernel != "order_sequences_kernel"]
         assert attention[-4:] == [*second_pass, "attn_top_k_kernel"], case
     for row in rows:
         assert row["spill_bytes"] <= 96, row  # where a softcap's arithmetic comes in; else 40
+        assert row["waits_for_kernel_before"] == row["is_early"] == (row["kernel"] in early), row
         assert row["shared_bytes"] <= SHARED_BYTES, row
         if row["kernel"] in second_pass[:2]:
             assert row["warpgroup_instructions"] > 0 and not row["is_serialized"], row

@@ -99,11 +99,13 @@ def test_the_forward_watches_mask_functions_and_caches_and_weights_before_dropou
     hold(found, q, k, aux, causal=True)
 
 
-def test_an_infinite_score_is_the_largest():
+def test_scores_that_are_infinite_or_no_number_are_the_largest():
     q, k = torch.randn(2, 1, 300, 4, 64, device="cuda").to(torch.bfloat16)
-    q[0, 200, 1], k[0, 100, 1] = 1e30, 1e30
-    _, found = tilewise.attention(q, k, k, return_aux=Aux(max_logit=True), backend="hopper")
-    assert found.max_logit.isinf().tolist() == [False, True, False, False]
+    q[0, 200, 1], k[0, 100, 1], q[0, 30, 2, 3] = 1e30, 1e30, torch.nan
+    for aux in (Aux(max_logit=True), Aux(max_logit=True, entropy=True), Aux(max_logit=True, row_max=True)):
+        _, found = tilewise.attention(q, k, k, return_aux=aux, backend="hopper")
+        assert found.max_logit.isinf().tolist() == [False, True, False, False]
+        assert found.max_logit.isnan().tolist() == [False, False, True, False]
 
 
 def test_layouts_and_block_sizes_in_turn():

@@ -76,8 +76,9 @@ def store_watched(m, l, watched, row, work, targets, sinks, sizes, factors, is_e
         of_warps = max_logits(largest, m, row, work)
         heads = work.head + 0 * gl.arange(0, 4, of_warps.type.layout)
         gl.atomic_max(targets.max_logit + heads, of_warps * LN_2)
-        is_nan = have_nan(m, l, row, work) & (is_exact != 0)  # before, sums may be too large
-        gl.store(targets.max_logit + heads, of_warps + float("nan"), mask=is_nan)  # which no number replaces
+        # Sums of a first attempt may be NaN because they overflowed. NaN stays, whatever other warps add.
+        is_nan = have_nan(m, l, row, work) & (is_exact != 0)
+        gl.store(targets.max_logit + heads, of_warps + float("nan"), mask=is_nan)
     if cfg.HAS_ENTROPY:
         l = gl.convert_layout(gl.sum(l, 1), row_layout(cfg.BLOCK_N), assert_trivial=True)
         weighted = gl.convert_layout(gl.sum(weighted, 1), row_layout(cfg.BLOCK_N), assert_trivial=True)

@@ -88,12 +88,15 @@ def map_of(problem: AttentionProblem, inputs: Inputs, cfg: ForwardConfig) -> Mas
 @functools.lru_cache(maxsize=4096)
 def watched_config(problem: AttentionProblem, *statistics: str) -> ForwardConfig:
     """Of a forward that is asked for statistics. Where heads share a tile, row_max gives max_logit."""
-    cfg = forward_config(problem)
+    cfg, has_entropy = forward_config(problem), "entropy" in statistics
     of_heads = "max_logit" in statistics and "row_max" not in statistics and cfg.PACK == 1
-    of_rows = not of_heads and statistics != ("entropy",)
-    cfg = dataclasses.replace(cfg, HAS_ROW_MAX=of_rows, HAS_MAX_LOGIT=of_heads)
-    cfg = dataclasses.replace(cfg, HAS_ENTROPY="entropy" in statistics)
-    return dataclasses.replace(cfg, HEADROOM=0.0) if of_heads or cfg.HAS_ENTROPY else cfg
+    return dataclasses.replace(
+        cfg,
+        HAS_ROW_MAX=not of_heads and statistics != ("entropy",),
+        HAS_MAX_LOGIT=of_heads,
+        HAS_ENTROPY=has_entropy,
+        HEADROOM=0.0 if of_heads or has_entropy else cfg.HEADROOM,
+    )
 
 
 def watches(problem: AttentionProblem) -> bool:

@@ -12,9 +12,11 @@ from tilewise.gpu.hopper.common.layouts import partial_layout
 from tilewise.gpu.hopper.common.softmax import columns_of_thread, log2, reciprocal, rescaled_sums
 
 LOWEST = gl.constexpr(-1e4)  # of x where p is 0
-FAR_BELOW = gl.constexpr(-1e30)  # in units of log2: a hidden score whose p is 0, and p x as well
-SMALLEST_SCALE = gl.constexpr(1e-30)  # for which the product that is as far below is finite
+# Of a hidden score, where -inf would make p x NaN: the score in units of log2; its product, which
+# float32 bounds; and the smallest scale for which that bound is still far below any score.
+FAR_BELOW = gl.constexpr(-1e30)
 LEAST_PRODUCT = gl.constexpr(-3e38)
+SMALLEST_SCALE = gl.constexpr(1e-30)
 
 
 @gluon.jit

@@ -108,21 +108,15 @@ def kth_largest(best, count):
 
 @gluon.constexpr_function
 def appending():
-    """(PTX, constraints) of `append`, for the four elements of a thread: two of a row, two of the next.
+    """(PTX, constraints) of `append`, of four elements of a thread: 0 and 1 of one row, 2 and 3 of another.
 
-    Most threads find nothing: they look at the larger of two numbers, and go on.
+    An operand has four registers, one an element: results $0 to $3, of which $0 and $2 count the entries
+    of the two rows, then x from $4 on, and so forth. Most threads find nothing: they look at a row's larger
+    x, and go on.
     """
-    found = """
-        setp.ge.f32 has_one, ${x}, ${bound};
-        setp.lt.and.s32 has_room, ${held}, ${size}, has_one;
-        mad.wide.s32 place, ${held}, 8, ${start};
-        mov.b32 bits, ${x};
-        @has_room st.global.v2.b32 [place], {{bits, ${key}}};
-        @has_one add.s32 ${held}, ${held}, 1;"""
-    names = ("x", "bound", "held_before", "start", "key", "size")
-    operands = [{name: 4 + 4 * n + e for n, name in enumerate(names)} for e in range(4)]
-    of_elements = [found.format(held=e // 2 * 2, **operands[e]) for e in range(4)]
-    asm = """{
+    names = ("result", "x", "bound", "held", "start", "key", "size")
+    kinds = ("=&r", "f", "f", "r", "l", "r", "r")  # &: results are written before all operands are read
+    look = """
         .reg .pred has_one, has_room;
         .reg .f32 first, second;
         .reg .b32 bits;
@@ -134,16 +128,20 @@ def appending():
         setp.ge.f32 has_one, first, $8;
         setp.ge.or.f32 has_one, second, $10, has_one;
         @!has_one bra DONE;"""
-    asm += (
-        "".join(of_elements)
-        + """
+    put = """
+        setp.ge.f32 has_one, ${x}, ${bound};
+        setp.lt.and.s32 has_room, ${count}, ${size}, has_one;
+        mad.wide.s32 place, ${count}, 8, ${start};
+        mov.b32 bits, ${x};
+        @has_room st.global.v2.b32 [place], {{bits, ${key}}};
+        @has_one add.s32 ${count}, ${count}, 1;"""
+    end = """
     DONE:
         mov.b32 $1, $0;
-        mov.b32 $3, $2;
-    }"""
-    )
-    kinds = ["=&r", "f", "f", "r", "l", "r", "r"]
-    return asm, ",".join(kind for kind in kinds for _ in range(4))
+        mov.b32 $3, $2;"""
+    of = [{name: 4 * n + e for n, name in enumerate(names)} | {"count": e // 2 * 2} for e in range(4)]
+    lines = [look, *(put.format(**registers) for registers in of), end]
+    return "{" + "".join(lines) + "}", ",".join(kind for kind in kinds for _ in range(4))
 
 
 @gluon.jit
