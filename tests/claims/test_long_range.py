@@ -130,12 +130,29 @@ def test_the_example(load_example, tmp_path):
 
 
 def test_a_claim_trains(tmp_path, monkeypatch):
-    small = lambda task, setting: SMALL  # noqa: E731
+    small = lambda task, setting: replace(SMALL, warmup=1)  # noqa: E731
     monkeypatch.setattr(run.long_range, "_settings", small)
     monkeypatch.setitem(run.long_range.STEPS, "listops", 2)
     arguments = ["claims", "--device", "cpu", "--train", "listops", "--checkpoints", str(tmp_path)]
     ran = CliRunner().invoke(_app(), arguments)
     assert ran.exit_code == 0 and "37.6% claimed" in ran.output, ran.output
     assert (tmp_path / "listops-cpu.pt").exists()
+    timed = CliRunner().invoke(_app(), [*arguments[:3], "--filter", "gqa", "--budget", "9"])
+    assert timed.exit_code == 2 and "--budget 9 is that of a training" in timed.output
     wrong = CliRunner().invoke(_app(), [*arguments[:4], "path"])
     assert wrong.exit_code == 2 and "must be one of listops, pathfinder, path-x" in wrong.output
+
+
+def test_a_training_ends_with_its_time(tmp_path):
+    """The rate has fallen by then; what is left can be trained later, with more time."""
+    steps = 10_000
+    brief = replace(SMALL, steps=steps, seconds=0.5, warmup=2)
+    training = Training(brief, tmp_path / "training.pt")
+    progress = training.run(every=5)
+    assert 0 < progress.steps < steps and progress.steps % 5 == 0 and progress.accuracy is not None
+    assert training.schedule.get_last_lr()[0] < 0.5 * brief.lr
+    longer = Training(replace(brief, seconds=2 * progress.seconds), tmp_path / "training.pt")
+    assert longer.run(every=5).steps > progress.steps
+    again = Training(brief, tmp_path / "training.pt")
+    done = again.progress.steps
+    assert again.run().steps == done

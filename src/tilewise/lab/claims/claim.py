@@ -14,11 +14,13 @@ TIMING_SLACK = 0.95  # a measurement that comes so near is counted as reached
 class Setting:
     """Where claims are measured: "cpu" with smaller sizes, or "cuda" with the papers' own.
 
-    checkpoints: the folder where trainings keep theirs. say: what shows their progress.
+    checkpoints: the folder where trainings keep theirs. budget: seconds after which one ends. say: what shows
+    their progress.
     """
 
     device: str
     checkpoints: Path = Path()
+    budget: float | None = None
     say: Callable[[str], None] = lambda line: None
 
     @property

@@ -28,6 +28,9 @@ def claims(
     checkpoints: Annotated[
         Path, typer.Option("--checkpoints", help="The folder where a training keeps its checkpoint.")
     ] = Path(),
+    budget: Annotated[
+        float | None, typer.Option("--budget", min=1, help="End a training after so many seconds of steps.")
+    ] = None,
     names: Annotated[bool, typer.Option("--list", help="Print the claims and measure nothing.")] = False,
 ) -> None:
     """Measure what is claimed of FlashAttention on this machine.
@@ -47,9 +50,12 @@ def claims(
         typer.echo(f"{claim.name:18} {claimed:>14} claimed {measured:>14} measured: {verdict}\n    {what}")
 
     with one_line_errors("claims"):
-        setting = Setting(device or ("cuda" if torch.cuda.is_available() else "cpu"), checkpoints, typer.echo)
+        where = device or ("cuda" if torch.cuda.is_available() else "cpu")
+        setting = Setting(where, checkpoints, budget, typer.echo)
         if setting.device not in ("cpu", "cuda") or (setting.is_gpu and not torch.cuda.is_available()):
             raise BenchError(f"--device {device!r} must be cpu, or cuda where PyTorch sees a GPU")
+        if budget is not None and train is None:
+            raise BenchError(f"--budget {budget:g} is that of a training: add --train")
         if names:
             for claim in CLAIMS.values():
                 typer.echo(f"{claim.name:18} {claim.says} ({claim.source})")

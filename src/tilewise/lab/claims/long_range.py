@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Callable
 
 from tilewise.lab.claims.claim import FA1, Measured, Setting, claim
@@ -16,7 +17,7 @@ CPU_TOKENS = {"path-x": 64 * 64}  # standard attention of 16,384 needs more memo
 
 def _settings(task: str, setting: Setting) -> Settings:
     if setting.is_gpu:
-        return Settings(task, batch=BATCHES[task], device="cuda", held_out=2048, workers=8)
+        return Settings(task, batch=BATCHES[task], device="cuda", held_out=2048)
     return Settings(task, batch=1, layers=2, seqlen=CPU_TOKENS.get(task), held_out=512)
 
 
@@ -64,13 +65,16 @@ def path_x_step(setting: Setting) -> Measured:
     return _speed("path-x", setting)
 
 
-STEPS = {"listops": 5_000, "pathfinder": 20_000, "path-x": 20_000}
+STEPS = {"listops": 5_000, "pathfinder": 50_000, "path-x": 50_000}
+TRAINED = {"listops": 32, "pathfinder": 128, "path-x": 8}  # examples of a step, on a GPU
 EVERY = 100  # steps between checkpoints
 
 
 def _accuracy(task: str, setting: Setting) -> Measured:
     """Of held-out examples, in percent, after a whole training."""
-    settings = dataclasses.replace(_settings(task, setting), steps=STEPS[task])
+    settings = dataclasses.replace(_settings(task, setting), steps=STEPS[task], seconds=setting.budget)
+    if setting.is_gpu:
+        settings = dataclasses.replace(settings, batch=TRAINED[task], workers=min(14, os.cpu_count() or 1))
 
     def report(progress: Progress) -> None:
         setting.say(f"step {progress.steps:,} of {settings.steps:,}: loss {progress.losses[-1]:.4f}")
@@ -80,7 +84,7 @@ def _accuracy(task: str, setting: Setting) -> Measured:
     assert progress.accuracy is not None
     return Measured(
         100 * progress.accuracy,
-        f"{settings.tokens:,} tokens, {settings.steps:,} steps of {settings.batch}, "
+        f"{settings.tokens:,} tokens, {progress.steps:,} steps of {settings.batch}, "
         f"{settings.layers} layers, {progress.seconds / 3600:.2f} hours",
         f"by chance {100 / settings.what.classes:.0f}%; examples made here, not the arena's own",
     )

@@ -47,11 +47,15 @@ ATTENTIONS: dict[str, Attention] = {"tilewise": tilewise, "sdpa": sdpa, "standar
 
 @dataclass(frozen=True)
 class Settings:
-    """Of a training. `seqlen`: the task's own if None. `workers`: processes that make examples."""
+    """Of a training. `seqlen`: the task's own if None. `workers`: processes that make examples.
+
+    `seconds`: those after which it ends even if steps are left; the rate falls in time for that.
+    """
 
     task: str
     attention: str = "tilewise"
     steps: int = 1000
+    seconds: float | None = None
     batch: int = 32
     layers: int = 4
     width: int = 256
@@ -143,7 +147,7 @@ class Progress:
 
     losses: list[float] = field(default_factory=list)
     seconds: float = 0.0
-    accuracy: float | None = None  # of held-out examples, once all steps are done
+    accuracy: float | None = None  # of held-out examples, in the end
 
     @property
     def steps(self) -> int:
@@ -156,6 +160,7 @@ class Training:
     def __init__(self, settings: Settings, checkpoint: Path | None = None) -> None:
         """Raises ValueError if the checkpoint is of other settings."""
         self.settings, self.checkpoint, self.progress = settings, checkpoint, Progress()
+        self.start = time.perf_counter()
         torch.manual_seed(settings.seed)
         self.model = Encoder(settings).to(settings.device)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=settings.lr, weight_decay=0.01)
@@ -167,17 +172,19 @@ class Training:
     def run(self, every: int = 100, report: Callable[[Progress], Any] = lambda progress: None) -> Progress:
         """All steps that are left, then the accuracy. `every`: steps between checkpoints, and reports."""
         settings, losses = self.settings, []
-        start = self._now()
+        self.start = self._now()
         for batch in self._batches(TRAIN, self.progress.steps, settings.steps):
+            if self._time_used(self.progress.seconds) >= 1:
+                break
             losses.append(self.step(batch))
             done = self.progress.steps + len(losses)
             if done % every == 0 or done == settings.steps:
                 self.progress.losses += torch.stack(losses).tolist()
                 losses.clear()
-                self.progress.seconds += self._now() - start
+                self.progress.seconds += self._now() - self.start
                 self._save()
                 report(self.progress)
-                start = self._now()
+                self.start = self._now()
         self.progress.accuracy = self._accuracy()
         return self.progress
 
@@ -186,7 +193,13 @@ class Training:
         warmup, steps = self.settings.warmup, self.settings.steps
         if step < warmup:
             return (step + 1) / warmup
-        return 0.55 + 0.45 * math.cos(math.pi * (step - warmup) / max(1, steps - warmup))
+        used = self._time_used(self.progress.seconds + time.perf_counter() - self.start)
+        done = max((step - warmup) / max(1, steps - warmup), used)
+        return 0.55 + 0.45 * math.cos(math.pi * min(1.0, done))
+
+    def _time_used(self, seconds: float) -> float:
+        """Which share of the time that the settings give has passed."""
+        return 0.0 if self.settings.seconds is None else seconds / self.settings.seconds
 
     def _batches(self, split: str, first: int, last: int) -> DataLoader[Batch]:
         """Batches number `first` to `last`, on the CPU."""
@@ -232,7 +245,7 @@ class Training:
         os.replace(beside, self.checkpoint)  # whoever is stopped while writing keeps the last one
 
     def _load(self, parts: dict[str, Any]) -> None:
-        free = ("device", "workers", "compiles", "held_out")
+        free = ("device", "workers", "compiles", "held_out", "seconds")
         for name, value in asdict(self.settings).items():
             if name not in free and parts["settings"][name] != value:
                 was = parts["settings"][name]
