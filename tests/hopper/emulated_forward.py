@@ -130,6 +130,7 @@ CASES: dict[str, tuple[Any, Any, int, int, int, int, dict[str, Any]]] = {
     "score": (300, 290, 4, 2, 128, 128, {"score": True}),
     "score_causal_d64": (400, 301, 3, 1, 64, 64, {"score": True, "causal": True}),
     "score_packed": ([100, 0, 70, 200], [130, 20, 0, 300], 4, 1, 64, 64, {"score": True, "causal": True}),
+    "score_few_queries_many_keys": (5, 1100, 4, 2, 128, 128, {"score": True, "softcap": 3.0}),
     "score_few_queries": (5, 400, 8, 2, 128, 128, {"score": True, "dropout_p": 0.2, "softcap": 3.0}),
     "score_mask_steep_d256": (
         200,

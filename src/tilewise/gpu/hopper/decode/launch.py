@@ -55,8 +55,8 @@ def supports(problem: AttentionProblem) -> str | None:
     if problem.is_quantized or problem.has_leftpad:
         return "takes neither 8-bit pages nor left padding"
     has_tensors = problem.mask_shape is not None or problem.bias_shape is not None
-    if has_tensors or problem.dropout_p > 0:
-        return "takes neither a mask nor a bias"
+    if has_tensors or problem.dropout_p > 0 or problem.functions is not None:
+        return "takes no mask, bias, dropout or functions"
     return too_many_units(problem, decode_config(problem))
 
 
