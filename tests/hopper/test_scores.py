@@ -17,7 +17,7 @@ from tilewise.testing import check_attention
 IS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 pytestmark = pytest.mark.skipif(not IS_HOPPER, reason="needs an NVIDIA Hopper GPU")
 OPTIONS: list[dict[str, Any]] = [{}, {"causal": True}, {"window": (100, 10), "deterministic": True}]
-LENGTHS = [(300, 290), (1, 400), (257, 65), (700, 900)]
+LENGTHS = [(300, 290), (1, 400), (5, 1500), (257, 65), (700, 900)]
 
 
 def draw(seqlen: int, heads: int, dim: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
