@@ -127,8 +127,10 @@ def _attention_double_backward(*arguments: Any) -> tuple[Tensor, ...]:
     directions = _fill_tangents(inputs, tangents)
     out, lse, residual = results
     with own_dtypes(problem.device_type):
-        grads = second_order.double_backward(problem, inputs, out, lse, dout, dlse, directions, residual)
-    return _no_none(grads, dout)
+        g_dout, g_dlse, grads = second_order.double_backward(
+            problem, inputs, out, lse, dout, dlse, directions, residual
+        )
+    return _no_none((g_dout, g_dlse, *grads), dout)
 
 
 def _attention_double_backward_fake(*arguments: Any) -> tuple[Tensor, ...]:

@@ -27,8 +27,15 @@ from tilewise.core.problem import AttentionProblem, Gradients, Inputs
 from tilewise.core.signature import Request, Signature, in_order
 from tilewise.core.torch_private import own_dtypes
 from tilewise.tiled import fp8, statistics
-from tilewise.tiled.functions import new_captured_gradient
-from tilewise.tiled.tiles import NEG_INF, Tiles, add_reduced, segments, weights
+from tilewise.tiled.tiles import (
+    NEG_INF,
+    Tiles,
+    add_reduced,
+    in_input_dtypes,
+    new_gradients,
+    segments,
+    weights,
+)
 
 
 def plan(problem: AttentionProblem, signature: Signature) -> Plan:
@@ -163,14 +170,16 @@ def forward(problem: AttentionProblem, inputs: Inputs, saves: bool = False) -> t
     """
     query = inputs.query
     out = query.new_empty((*query.shape[:-1], problem.head_dim_v))
-    lse_shape = (query.shape[1], query.shape[0]) if problem.is_packed else _lse_shape(problem)
+    dense, packed = (problem.batch, problem.num_heads, problem.seqlen_q), (query.shape[1], query.shape[0])
+    lse_shape = packed if problem.is_packed else dense
     statistics = [query.new_empty(lse_shape, dtype=problem.compute_dtype) for _ in range(1 + saves)]
     for segment in segments(problem, inputs):
         tiles = Tiles(problem, inputs, segment)
-        rows = [tiles.rows(out), *(tiles.lse_rows(t) for t in statistics)]
         for i0, i1 in tiles.query_tiles():
-            for target, result in zip(rows, _forward_tile(tiles, i0, i1)):
-                target[:, :, i0:i1] = result.view(target[:, :, i0:i1].shape)
+            acc, *columns = _forward_tile(tiles, i0, i1)
+            tiles.store_rows(out, i0, i1, acc)
+            for t, column in zip(statistics, columns):
+                tiles.store_lse(t, i0, i1, column)
     return out, *statistics
 
 
@@ -208,17 +217,11 @@ def backward(
 
     residual: what rounding has left out of lse; None: not known, as of an lse that was merged.
     """
-    dq, dk, dv = (t.new_zeros(t.shape) for t in (inputs.query, inputs.key, inputs.value))
-    bias, sinks, dtype = inputs.bias, inputs.sinks, problem.compute_dtype
-    dbias = None if bias is None else torch.zeros_like(bias, dtype=dtype)
-    dsinks = None if sinks is None else torch.zeros_like(sinks, dtype=dtype)
-    floats, dcaptured = inputs.captured_floats, new_captured_gradient(problem, inputs)
+    grads = new_gradients(problem, inputs)
     for segment in segments(problem, inputs):
         tiles = Tiles(problem, inputs, segment)
-        n, seqlen_k = len(segment.sequences) * problem.num_kv_heads, segment.visibility.seqlen_k
-        dk_sum = dq.new_zeros((n, seqlen_k, problem.head_dim), dtype=dtype)
-        dv_sum = dq.new_zeros((n, seqlen_k, problem.head_dim_v), dtype=dtype)
-        dq_rows, out_rows, do_rows = tiles.rows(dq), tiles.rows(out), tiles.rows(dout)
+        dk_sum, dv_sum = tiles.new_key_sum(problem.head_dim), tiles.new_key_sum(problem.head_dim_v)
+        out_rows, do_rows = tiles.rows(out), tiles.rows(dout)
         dlse_rows = None if dlse is None else tiles.lse_rows(dlse)
         for i0, i1 in tiles.query_tiles():
             do = tiles.fold(do_rows[:, :, i0:i1])  # [n, group * block_q, head_dim_v]
@@ -226,22 +229,14 @@ def backward(
             if dlse_rows is not None:
                 delta -= tiles.fold(dlse_rows[:, :, i0:i1, None])
             shift = tiles.row_shift(lse, residual, i0, i1)
-            dq_tile = _backward_tile(tiles, i0, i1, do, delta, shift, dk_sum, dv_sum, dbias, dcaptured)
-            dq_rows[:, :, i0:i1] = dq_tile.view(dq_rows[:, :, i0:i1].shape)
-            if dsinks is not None:
+            dq_tile = _backward_tile(tiles, i0, i1, do, delta, shift, dk_sum, dv_sum, grads)
+            tiles.store_rows(grads.query, i0, i1, dq_tile)
+            if grads.sinks is not None:
                 p_sink = weights(tiles.sink_column(i0, i1).clone(), *shift)
-                per_head = (p_sink * delta).view(len(segment.sequences), problem.num_heads, -1)
-                dsinks -= per_head.sum((0, 2))
-        tiles.store_key_rows(dk, dk_sum)
-        tiles.store_key_rows(dv, dv_sum)
-    return Gradients(
-        dq,
-        dk,
-        dv,
-        None if dbias is None or bias is None else dbias.to(bias.dtype),
-        None if dsinks is None or sinks is None else dsinks.to(sinks.dtype),
-        None if dcaptured is None or floats is None else dcaptured.to(floats.dtype),
-    )
+                tiles.add_sinks(grads.sinks, -p_sink * delta)
+        tiles.store_key_rows(grads.key, dk_sum)
+        tiles.store_key_rows(grads.value, dv_sum)
+    return in_input_dtypes(grads, inputs)
 
 
 def _backward_tile(
@@ -253,10 +248,9 @@ def _backward_tile(
     row_shift: tuple[Tensor, Tensor],
     dk_sum: Tensor,
     dv_sum: Tensor,
-    dbias: Tensor | None,
-    dcaptured: Tensor | None,
+    grads: Gradients,
 ) -> Tensor:
-    """Add one query tile's part to dk_sum, dv_sum, dbias and dcaptured; return its dq."""
+    """Add one query tile's part to dk_sum, dv_sum and grads' bias and captured floats; return its dq."""
     q = tiles.query(i0, i1)  # [n, group * block_q, head_dim], scaled
     dq = torch.zeros_like(q)
     shift, factor = row_shift
@@ -265,13 +259,11 @@ def _backward_tile(
         s, tanh, function = tiles.scores(q, i0, i1, j0, j1)
         keep = tiles.keep(i0, i1, j0, j1)
         p, dp = recompute_step(s, v, shift, do, dv_sum[:, j0:j1], keep, factor)
-        before = None if function is None else functools.partial(function.backward, total=dcaptured)
+        before = (
+            None if function is None else functools.partial(function.backward, total=grads.captured_floats)
+        )
         # q carries the scale
         ds = gradient_step(p, dp, delta, q, k, dq, dk_sum[:, j0:j1], tanh, before)
-        if dbias is not None:
-            add_reduced(tiles.score_rows(dbias, i0, i1, j0, j1), tiles.per_head(ds, i0, i1))
+        if grads.bias is not None:
+            add_reduced(tiles.score_rows(grads.bias, i0, i1, j0, j1), tiles.per_head(ds, i0, i1))
     return dq.mul_(tiles.problem.scale)
-
-
-def _lse_shape(problem: AttentionProblem) -> tuple[int, int, int]:
-    return problem.batch, problem.num_heads, problem.seqlen_q

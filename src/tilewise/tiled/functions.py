@@ -178,11 +178,3 @@ class FunctionTile:
 
     def _evaluator(self, graph: object, dot_floats: Tensor | None = None) -> Evaluator:
         return Evaluator(graph, self.functions, self.segment.buffers, self.values, dot_floats)  # type: ignore[arg-type]
-
-
-def new_captured_gradient(problem: AttentionProblem, inputs: Inputs) -> Tensor | None:
-    """A float64 sum for the gradient of the captured floats, if one of them wants it."""
-    floats = inputs.captured_floats
-    if floats is None or problem.functions is None or not decode(problem.functions).wants_grad:
-        return None
-    return torch.zeros_like(floats, dtype=torch.float64)

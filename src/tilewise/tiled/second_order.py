@@ -24,20 +24,7 @@ from torch import Tensor
 
 from tilewise.core.problem import AttentionProblem, Gradients, Inputs
 from tilewise.tiled.functions import FunctionTile
-from tilewise.tiled.tiles import Tiles, add_reduced, segments, weights
-
-
-class SecondGradients(NamedTuple):
-    """Gradients of <tangents, backward(dout, dlse)> by every input of the backward."""
-
-    dout: Tensor
-    dlse: Tensor
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    bias: Tensor | None
-    sinks: Tensor | None
-    captured_floats: Tensor | None
+from tilewise.tiled.tiles import Tiles, add_reduced, in_input_dtypes, new_gradients, segments, weights
 
 
 class _Rows(NamedTuple):
@@ -80,8 +67,8 @@ def jvp(
         for i0, i1 in tiles.query_tiles():
             rows = _rows(tiles, dots, i0, i1, tiles.row_shift(lse, residual, i0, i1), None)
             row_lse_dot, row_out_dot, _ = _tangent_walk(tiles, dots, rows, tiles.rows(out))
-            _store(tiles.rows(out_dot), i0, i1, row_out_dot)
-            _store(tiles.lse_rows(lse_dot)[..., None], i0, i1, row_lse_dot)
+            tiles.store_rows(out_dot, i0, i1, row_out_dot)
+            tiles.store_lse(lse_dot, i0, i1, row_lse_dot)
     return out_dot, lse_dot
 
 
@@ -94,56 +81,37 @@ def double_backward(
     dlse: Tensor | None,
     tangents: Gradients,
     residual: Tensor | None = None,
-) -> SecondGradients:
-    """Gradients of <tangents, backward(dout, dlse)>. O(N) memory; contiguous, in each input's dtype."""
-    dtype = problem.compute_dtype
-    result = SecondGradients(
-        torch.empty_like(out),
-        torch.empty_like(lse),
-        inputs.query.new_zeros(inputs.query.shape),
-        inputs.key.new_zeros(inputs.key.shape),
-        inputs.value.new_zeros(inputs.value.shape),
-        None if inputs.bias is None else torch.zeros_like(inputs.bias, dtype=dtype),
-        None if inputs.sinks is None else torch.zeros_like(inputs.sinks, dtype=dtype),
-        None if inputs.captured_floats is None
-        else torch.zeros_like(inputs.captured_floats, dtype=torch.float64),
-    )  # fmt: skip
+) -> tuple[Tensor, Tensor, Gradients]:
+    """Gradients of <tangents, backward(dout, dlse)> by dout, dlse and the inputs, in the dtypes of these.
+
+    O(N) memory; contiguous.
+    """
+    dout_dot, dlse_dot = torch.empty_like(out), torch.empty_like(lse)
+    grads = new_gradients(problem, inputs, of_all_captured=True)
     for segment in segments(problem, inputs):
         tiles, dots = Tiles(problem, inputs, segment), Tiles(problem, _with(inputs, tangents), segment)
-        n, seqlen_k = len(segment.sequences) * problem.num_kv_heads, segment.visibility.seqlen_k
-        gk = out.new_zeros((n, seqlen_k, problem.head_dim), dtype=dtype)
-        gv = out.new_zeros((n, seqlen_k, problem.head_dim_v), dtype=dtype)
+        gk, gv = tiles.new_key_sum(problem.head_dim), tiles.new_key_sum(problem.head_dim_v)
         for i0, i1 in tiles.query_tiles():
             do = tiles.fold(tiles.rows(dout)[:, :, i0:i1])
             rows = _rows(tiles, dots, i0, i1, tiles.row_shift(lse, residual, i0, i1), do)
             lse_dot, out_dot, r = _tangent_walk(tiles, dots, rows, tiles.rows(out))
-            _store(tiles.rows(result.dout), i0, i1, out_dot)
-            _store(tiles.lse_rows(result.dlse)[..., None], i0, i1, lse_dot)
+            tiles.store_rows(dout_dot, i0, i1, out_dot)
+            tiles.store_lse(dlse_dot, i0, i1, lse_dot)
             u = (do * tiles.fold(tiles.rows(out)[:, :, i0:i1])).sum(-1, keepdim=True)
             delta = u if dlse is None else u - tiles.fold(tiles.lse_rows(dlse)[:, :, i0:i1, None])
             total = r - lse_dot * (delta + u)
-            gq = _gradient_walk(tiles, dots, rows, lse_dot, delta, total, gk, gv, result)
-            _store(tiles.rows(result.query), i0, i1, gq)
-            if result.sinks is not None and rows.p_sink is not None and rows.sink_dot is not None:
-                g_sink = -rows.p_sink * (delta * rows.sink_dot + total)
-                per_head = g_sink.view(len(segment.sequences), problem.num_heads, -1)
-                result.sinks.add_(per_head.sum((0, 2)))
-        tiles.store_key_rows(result.key, gk)
-        tiles.store_key_rows(result.value, gv)
-    return result._replace(
-        bias=None if inputs.bias is None or result.bias is None else result.bias.to(inputs.bias.dtype),
-        sinks=None if inputs.sinks is None or result.sinks is None else result.sinks.to(inputs.sinks.dtype),
-        captured_floats=None if result.captured_floats is None else result.captured_floats.to(dtype),
-    )
+            gq = _gradient_walk(tiles, dots, rows, lse_dot, delta, total, gk, gv, grads)
+            tiles.store_rows(grads.query, i0, i1, gq)
+            if grads.sinks is not None and rows.p_sink is not None and rows.sink_dot is not None:
+                tiles.add_sinks(grads.sinks, -rows.p_sink * (delta * rows.sink_dot + total))
+        tiles.store_key_rows(grads.key, gk)
+        tiles.store_key_rows(grads.value, gv)
+    return dout_dot, dlse_dot, in_input_dtypes(grads, inputs)
 
 
 def _with(inputs: Inputs, tangents: Gradients) -> Inputs:
     """The tangents in the places of what they belong to, so that the same tile code cuts them."""
     return inputs._replace(**tangents._asdict())
-
-
-def _store(rows: Tensor, i0: int, i1: int, tile: Tensor) -> None:
-    rows[:, :, i0:i1] = tile.view(rows[:, :, i0:i1].shape)
 
 
 def _rows(
@@ -204,10 +172,10 @@ def _gradient_walk(
     total: Tensor,
     gk: Tensor,
     gv: Tensor,
-    result: SecondGradients,
+    grads: Gradients,
 ) -> Tensor:
-    """Second walk: add this query tile's part to gk, gv and, of the result, bias and captured floats; return
-    its query gradient."""
+    """Second walk: add this query tile's part to gk, gv and grads' bias and captured floats; return its query
+    gradient."""
     assert rows.do is not None
     gq = torch.zeros_like(rows.q)
     for j0, j1 in tiles.key_tiles(rows.i0, rows.i1):
@@ -220,10 +188,10 @@ def _gradient_walk(
         gs = t.p * (c * (t.s_dot - lse_dot) + e - delta * t.s_dot - total)
         ga_dot = t.p * (c - delta)
         if t.function is not None:
-            gs, ga_dot = t.function.second_backward(gs, ga_dot, result.captured_floats)
-        if result.bias is not None:
+            gs, ga_dot = t.function.second_backward(gs, ga_dot, grads.captured_floats)
+        if grads.bias is not None:
             add_reduced(
-                tiles.score_rows(result.bias, rows.i0, rows.i1, j0, j1), tiles.per_head(gs, rows.i0, rows.i1)
+                tiles.score_rows(grads.bias, rows.i0, rows.i1, j0, j1), tiles.per_head(gs, rows.i0, rows.i1)
             )
         if t.slope is not None and t.curvature is not None:
             gs = gs * t.slope + ga_dot * t.curvature * t.a_dot

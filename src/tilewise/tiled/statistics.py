@@ -28,8 +28,15 @@ from tilewise.core.problem import AttentionProblem, Gradients, Inputs
 from tilewise.core.signature import Signature
 from tilewise.core.statistics import GROUP, Aux, Measured, new_measured
 from tilewise.core.torch_private import own_dtypes
-from tilewise.tiled.functions import new_captured_gradient
-from tilewise.tiled.tiles import NEG_INF, Tiles, add_reduced, segments, weights
+from tilewise.tiled.tiles import (
+    NEG_INF,
+    Tiles,
+    add_reduced,
+    in_input_dtypes,
+    new_gradients,
+    segments,
+    weights,
+)
 
 
 class StatisticsPlan(NamedTuple):
@@ -103,7 +110,7 @@ def _measure_tile(
     for name, t in rows.items():
         target = getattr(found, name)
         if target is not None:
-            tiles.lse_rows(target)[:, :, i0:i1] = tiles.per_head(t, i0, i1)[..., 0]
+            tiles.store_lse(target, i0, i1, t)
     if best is not None:
         _store_best(tiles, found, i0, i1, best, weights(best.scores.clone(), *shift).div_(total))
 
@@ -241,32 +248,19 @@ def backward(
 
     grads: of what is differentiable; None is 0.
     """
-    dq, dk = inputs.query.new_zeros(inputs.query.shape), inputs.key.new_zeros(inputs.key.shape)
-    bias, sinks, dtype = inputs.bias, inputs.sinks, problem.compute_dtype
-    dbias = None if bias is None else torch.zeros_like(bias, dtype=dtype)
-    dsinks = None if sinks is None else torch.zeros_like(sinks, dtype=dtype)
-    floats, dcaptured = inputs.captured_floats, new_captured_gradient(problem, inputs)
+    found = new_gradients(problem, inputs)
     for segment in segments(problem, inputs):
         tiles = Tiles(problem, inputs, segment)
-        n, seqlen_k = len(segment.sequences) * problem.num_kv_heads, segment.visibility.seqlen_k
-        dk_sum = dq.new_zeros((n, seqlen_k, problem.head_dim), dtype=dtype)
+        dk_sum = tiles.new_key_sum(problem.head_dim)
         first = aux.first_visited(tiles.visibility.seqlen_q) if grads.rows is None else 0
         for i0, i1 in tiles.query_tiles():
             if i1 <= first:
                 continue
             shift = tiles.row_shift(lse, residual, i0, i1)
-            dq_tile = _backward_tile(tiles, i0, i1, shift, aux, grads, dk_sum, dbias, dsinks, dcaptured)
-            rows = tiles.rows(dq)[:, :, i0:i1]
-            rows.copy_(dq_tile.view(rows.shape))
-        tiles.store_key_rows(dk, dk_sum)
-    return Gradients(
-        dq,
-        dk,
-        inputs.value.new_zeros(inputs.value.shape),
-        None if dbias is None or bias is None else dbias.to(bias.dtype),
-        None if dsinks is None or sinks is None else dsinks.to(sinks.dtype),
-        None if dcaptured is None or floats is None else dcaptured.to(floats.dtype),
-    )
+            dq_tile = _backward_tile(tiles, i0, i1, shift, aux, grads, dk_sum, found)
+            tiles.store_rows(found.query, i0, i1, dq_tile)
+        tiles.store_key_rows(found.key, dk_sum)
+    return in_input_dtypes(found, inputs)
 
 
 def _backward_tile(
@@ -277,15 +271,13 @@ def _backward_tile(
     aux: Aux,
     grads: Measured,
     dk_sum: Tensor,
-    dbias: Tensor | None,
-    dsinks: Tensor | None,
-    dcaptured: Tensor | None,
+    found: Gradients,
 ) -> Tensor:
-    """Add one query tile's part to dk_sum, dbias, dsinks and dcaptured; return its dq."""
+    """Add one query tile's part to dk_sum and found's bias, sinks and captured floats; return its dq."""
     q = tiles.query(i0, i1)
     dq, delta = torch.zeros_like(q), q.new_zeros((*q.shape[:2], 1))
     entropy = None if grads.entropy is None else tiles.fold(tiles.lse_rows(grads.entropy)[:, :, i0:i1, None])
-    if dsinks is not None:
+    if found.sinks is not None:
         p_sink = weights(tiles.sink_column(i0, i1).clone(), *shift)
         weighted_sink = torch.zeros_like(p_sink) if entropy is None else entropy * torch.special.entr(p_sink)
         delta += weighted_sink
@@ -298,16 +290,15 @@ def _backward_tile(
         p = weights(s, *shift)
         ds = _weighted(tiles, i0, i1, j0, j1, p, aux, grads, entropy).sub_(p.mul_(delta))
         if function is not None:
-            ds = function.backward(ds, dcaptured)
-        if dbias is not None:
-            add_reduced(tiles.score_rows(dbias, i0, i1, j0, j1), tiles.per_head(ds, i0, i1))
+            ds = function.backward(ds, found.captured_floats)
+        if found.bias is not None:
+            add_reduced(tiles.score_rows(found.bias, i0, i1, j0, j1), tiles.per_head(ds, i0, i1))
         if tanh is not None:
             ds = (1 - tanh * tanh).mul_(ds)
         dq.baddbmm_(ds, tiles.key(j0, j1))
         dk_sum[:, j0:j1].baddbmm_(ds.mT, q)  # q carries the scale
-    if dsinks is not None:
-        ds_sink = weighted_sink - p_sink * delta
-        dsinks += ds_sink.view(len(tiles.segment.sequences), tiles.problem.num_heads, -1).sum((0, 2))
+    if found.sinks is not None:
+        tiles.add_sinks(found.sinks, weighted_sink - p_sink * delta)
     return dq.mul_(tiles.problem.scale)
 
 

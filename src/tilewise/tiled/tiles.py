@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from tilewise.core.dropout import keep_mask, rate
+from tilewise.core.functions.expression import decode
 from tilewise.core.mask import TileKind, Visibility
-from tilewise.core.problem import AttentionProblem, Inputs, spans
+from tilewise.core.problem import AttentionProblem, Gradients, Inputs, spans
 from tilewise.tiled import fp8
 from tilewise.tiled.config import tiled_plan
 from tilewise.tiled.functions import FunctionTile, SegmentFunctions
@@ -108,6 +109,12 @@ class Tiles:
         batch = self.segment.sequences
         return t[batch.start : batch.stop, rows].transpose(1, 2)
 
+    def new_key_sum(self, dim: int) -> Tensor:
+        """[n, seqlen_k, dim] of zeros, for what the tiles add up by keys: see `store_key_rows`."""
+        n = len(self.segment.sequences) * self.problem.num_kv_heads
+        like, dtype = self.inputs.query, self.problem.compute_dtype
+        return like.new_zeros((n, self.visibility.seqlen_k, dim), dtype=dtype)
+
     def store_key_rows(self, t: Tensor, total: Tensor) -> None:
         """Write [n, seqlen_k, dim] into this segment's part of a key-shaped tensor; add it to its pages."""
         if not self.problem.is_paged:
@@ -119,6 +126,19 @@ class Tiles:
         page = self.inputs.page_table[n, position // size].long()  # type: ignore[index]
         # Sequences may share pages, so gradients add up.
         t.index_put_((page, position % size), total.transpose(0, 1).to(t.dtype), accumulate=True)
+
+    def store_rows(self, t: Tensor, i0: int, i1: int, tile: Tensor) -> None:
+        """Write a folded tile into the rows [i0, i1) of what `rows` gives of a query-shaped tensor."""
+        rows = self.rows(t)[:, :, i0:i1]
+        rows.copy_(tile.view(rows.shape))
+
+    def store_lse(self, t: Tensor, i0: int, i1: int, tile: Tensor) -> None:
+        """Write a folded column [n, group * block_q, 1] into the rows [i0, i1) of a tensor like lse."""
+        self.lse_rows(t)[:, :, i0:i1] = self.per_head(tile, i0, i1)[..., 0]
+
+    def add_sinks(self, total: Tensor, tile: Tensor) -> None:
+        """Add up what belongs to each folded row's sink [n, group * block_q, 1]."""
+        total += tile.view(len(self.segment.sequences), self.problem.num_heads, -1).sum((0, 2))
 
     def lse_rows(self, t: Tensor) -> Tensor:
         """This segment's part of lse, as a view (batch, heads, seqlen_q)."""
@@ -281,3 +301,25 @@ def add_reduced(total: Tensor, tile: Tensor) -> None:
     """total += tile, summed over the dimensions in which total is broadcast."""
     dims = [d for d in range(tile.ndim) if total.shape[d] == 1 and tile.shape[d] != 1]
     total += tile.sum(dims, keepdim=True) if dims else tile
+
+
+def new_gradients(problem: AttentionProblem, inputs: Inputs, of_all_captured: bool = False) -> Gradients:
+    """Zeros, to which tiles add: for query, key and value in their dtypes, for bias and sinks in the scores'.
+
+    For captured floats in float64, if one of them wants a gradient, or `of_all_captured`.
+    """
+    floats = inputs.captured_floats
+    wants = of_all_captured or (problem.functions is not None and decode(problem.functions).wants_grad)
+    query, key, value = (t.new_zeros(t.shape) for t in inputs[:3])
+    bias, sinks = (
+        None if t is None else torch.zeros_like(t, dtype=problem.compute_dtype)
+        for t in (inputs.bias, inputs.sinks)
+    )
+    captured = torch.zeros_like(floats, dtype=torch.float64) if floats is not None and wants else None
+    return Gradients(query, key, value, bias, sinks, captured)
+
+
+def in_input_dtypes(gradients: Gradients, inputs: Inputs) -> Gradients:
+    """Each in the dtype of its input."""
+    pairs = zip(gradients._fields, gradients)
+    return Gradients(*(g if g is None else g.to(getattr(inputs, name).dtype) for name, g in pairs))  # type: ignore[arg-type]
