@@ -201,9 +201,3 @@ def test_activation_is_undone():
     finally:
         restore_flash_attention_impl()
     assert current_flash_attention_impl() is None and has_kernels() == before
-
-
-def test_old_pytorch_is_named(monkeypatch):
-    monkeypatch.delattr(torch.nn.attention, "register_flash_attention_impl")
-    with pytest.raises(NotImplementedError, match=rf"torch {torch.__version__.split('+')[0]}.*2\.11"):
-        compat_torch.register()

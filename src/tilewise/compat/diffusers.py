@@ -10,7 +10,6 @@ that enum, so `register` gives it one more member.
 from __future__ import annotations
 
 import importlib
-import importlib.metadata
 from typing import Any
 
 import torch
@@ -18,13 +17,16 @@ from torch import Tensor
 
 from tilewise import api
 from tilewise.autograd.functions import obeying_torch
+from tilewise.compat import Package
 from tilewise.core.plan import Results
 from tilewise.core.problem import Inputs, Options
 from tilewise.dispatch import plans
 from tilewise.faces.autocast import autocast
 
 NAME = "tilewise"
-TESTED = "0.36 to 0.42"
+PACKAGE = Package(
+    ("diffusers",), "0.36 to 0.42 are tested", "has no attention backends that can be registered"
+)
 
 
 def register() -> None:
@@ -34,16 +36,11 @@ def register() -> None:
         ImportError: diffusers is not installed.
         NotImplementedError: this diffusers keeps its backends elsewhere; the message names versions that fit.
     """
-    try:
-        module = importlib.import_module("diffusers.models.attention_dispatch")
-    except ModuleNotFoundError as error:
-        if error.name is None or not error.name.startswith("diffusers"):
-            raise
-        raise _unfit() from None
+    (module,) = PACKAGE.modules("diffusers.models.attention_dispatch")
     registry = getattr(module, "_AttentionBackendRegistry", None)
     names = getattr(module, "AttentionBackendName", None)
     if registry is None or names is None:
-        raise _unfit()
+        raise PACKAGE.unfit()
     if NAME not in names.__members__:
         _add_member(names)
     registry.register(names(NAME), supports_context_parallel=True)(attention)
@@ -200,16 +197,3 @@ def _add_member(names: Any) -> None:
     names._member_map_[member._name_] = member
     names._value2member_map_[NAME] = member
     names._member_names_.append(member._name_)
-
-
-def _unfit() -> Exception:
-    """Why there is nothing to register with."""
-    try:
-        version = importlib.metadata.version("diffusers")
-    except importlib.metadata.PackageNotFoundError:
-        return ImportError(
-            f"diffusers is not installed, {TESTED} are tested: pip install 'tilewise[diffusers]'"
-        )
-    return NotImplementedError(
-        f"diffusers {version} has no attention backends that can be registered; {TESTED} are tested"
-    )

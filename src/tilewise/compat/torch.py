@@ -38,19 +38,11 @@ def register() -> None:
 
     Nothing is exchanged yet: PyTorch leaves that to whoever calls `activate_flash_attention_impl`.
 
-    Raises:
-        NotImplementedError: this PyTorch has no exchangeable FlashAttention.
-
     Example:
         >>> register()
         >>> "tilewise" in torch.nn.attention.list_flash_attention_impls()
         True
     """
-    if not hasattr(torch.nn.attention, "register_flash_attention_impl"):
-        raise NotImplementedError(
-            f"torch {torch.__version__} cannot exchange its FlashAttention, torch 2.11 and newer can: "
-            "call tilewise.scaled_dot_product_attention"
-        )
     torch.nn.attention.register_flash_attention_impl(NAME, register_fn=override)
 
 

