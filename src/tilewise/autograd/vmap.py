@@ -25,31 +25,23 @@ def fold_or_loop(
 
     `leading` arguments (dout, dlse, out, lse, residual) come before `Inputs`; each has a batch dimension.
     """
-    inputs, dims = arguments[leading : leading + NUM_INPUTS], in_dims[leading : leading + NUM_INPUTS]
-    folds = all(
+    end = leading + NUM_INPUTS
+    inputs, tensors, rest = Inputs(*arguments[leading:end]), arguments[:end], arguments[end:]
+    is_dense = all(
         t is None or (name in _BATCHED_BY_FOLDING and t.ndim == 4 + (dim is not None))
-        for name, t, dim in zip(Inputs._fields, inputs, dims)
+        for name, t, dim in zip(Inputs._fields, inputs, in_dims[leading:end])
     )
-    query = Inputs(*inputs).query
-    batch = query.movedim(dims[0], 0).shape[1] if dims[0] is not None else query.shape[0]
-    tensors, tensor_dims = arguments[: leading + NUM_INPUTS], in_dims[: leading + NUM_INPUTS]
-    stacked = [_stack(t, dim, info.batch_size) for t, dim in zip(tensors, tensor_dims)]
-    folds = folds and all(t is None or t.shape[1] == batch for t in stacked)
-    options = arguments[leading + NUM_INPUTS : leading + NUM_INPUTS + NUM_OPTIONS]
-    folds = folds and Options(*options).functions is None  # which may ask for the batch entry
-    if folds:
-        folded = [None if t is None else t.flatten(0, 1) for t in stacked]
-        results = function(*folded, *arguments[leading + NUM_INPUTS :])
-        outputs = [
-            r.unflatten(0, (info.batch_size, batch)) if r.ndim > 1 else r.expand(info.batch_size, -1)
-            for r in results
-        ]
-    else:
-        rows = [
-            function(*(None if t is None else t[n] for t in stacked), *arguments[leading + NUM_INPUTS :])
-            for n in range(info.batch_size)
-        ]
-        outputs = [torch.stack(column) for column in zip(*rows)]
+    stacked = [_stack(t, dim, info.batch_size) for t, dim in zip(tensors, in_dims)]
+    batch = stacked[leading].shape[1]  # type: ignore[union-attr]
+    is_even = all(t is None or t.shape[1] == batch for t in stacked)
+    asks_for_batch = Options(*rest[:NUM_OPTIONS]).functions is not None  # perhaps
+    if not is_dense or not is_even or asks_for_batch:
+        return loop(function, info, in_dims, arguments)  # type: ignore[no-any-return]
+    results = function(*(None if t is None else t.flatten(0, 1) for t in stacked), *rest)
+    outputs = [
+        r.unflatten(0, (info.batch_size, batch)) if r.ndim > 1 else r.expand(info.batch_size, -1)
+        for r in results
+    ]
     return tuple(outputs), (0,) * len(outputs)
 
 

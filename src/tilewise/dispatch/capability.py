@@ -25,7 +25,8 @@ FORWARD, BACKWARD = "forward", "backward"
 class Row(NamedTuple):
     """A feature, when a problem has it, and why a backend refuses it: by its name, or "name backward".
 
-    A reason may use the problem's fields as `{p.dtype}`. Rare features are left out of the documents.
+    A reason may use the problem's fields as `{p.dtype}`. Rare features are left out of the documents, and
+    need no reason for backends that an earlier row refuses.
     """
 
     feature: str
@@ -114,9 +115,9 @@ ROWS = (
     Row("float32", lambda p: p.dtype == torch.float32, {
         "hopper": "takes bfloat16 and float16, not {p.dtype}",
     }),
-    Row("8-bit products", lambda p: p.is_8_bit, {
-        "triton": "has no 8-bit products", "llvm": "has no 8-bit products", "aten": "has no 8-bit products",
-    }),
+    Row("8-bit products", lambda p: p.is_8_bit, dict.fromkeys(
+        ("triton", "llvm", "aten"), "has no 8-bit products"
+    )),
     Row("8-bit pages", lambda p: p.is_quantized, {
         "llvm": "has no quantized caches", "aten": NO_CACHE, "hopper": "does not take 8-bit pages",
     }),
@@ -141,24 +142,24 @@ ROWS = (
         "hopper backward": "has gradients with a mask up to head_dim 128, not {p.head_dim}",
     }, is_rare=True),
     Row("mask with a cache or packed sequences", lambda p: _has_mask(p) and (p.is_cached or p.is_packed), {
-        "aten": "has neither caches nor packed sequences", "hopper": "takes a mask in dense calls only",
+        "hopper": "takes a mask in dense calls only",
     }, is_rare=True),
-    Row("mask with 8-bit products", lambda p: _has_map(p) and p.is_8_bit, dict.fromkeys(
-        ("triton", "llvm", "aten"), "has no 8-bit products"
-    ) | {"hopper": "does not take a mask with 8-bit products"}, is_rare=True),
-    Row("8-bit products with a cache", lambda p: p.is_cached and p.is_8_bit, dict.fromkeys(
-        ("triton", "llvm", "aten"), "has no 8-bit products"
-    ) | {"hopper": "does not take a cache with 8-bit products"}, is_rare=True),
+    Row("mask with 8-bit products", lambda p: _has_map(p) and p.is_8_bit, {
+        "hopper": "does not take a mask with 8-bit products",
+    }, is_rare=True),
+    Row("8-bit products with a cache", lambda p: p.is_cached and p.is_8_bit, {
+        "hopper": "does not take a cache with 8-bit products",
+    }, is_rare=True),
     Row("bias", _has_bias, {}),
     Row("bias of another dtype", lambda p: _has_bias(p) and p.bias_dtype != p.dtype, {
         "hopper": "takes a bias in query's dtype, {p.dtype}, not {p.bias_dtype}",
     }, is_rare=True),
     Row("bias with a cache or packed sequences", lambda p: _has_bias(p) and (p.is_cached or p.is_packed), {
-        "aten": "has neither caches nor packed sequences", "hopper": "takes a bias in dense calls only",
+        "hopper": "takes a bias in dense calls only",
     }, is_rare=True),
-    Row("bias with 8-bit products", lambda p: _has_any_bias(p) and p.is_8_bit, dict.fromkeys(
-        ("triton", "llvm", "aten"), "has no 8-bit products"
-    ) | {"hopper": "takes neither a bias nor a score function with 8-bit products"}, is_rare=True),
+    Row("bias with 8-bit products", lambda p: _has_any_bias(p) and p.is_8_bit, {
+        "hopper": "takes neither a bias nor a score function with 8-bit products",
+    }, is_rare=True),
     Row("gradient with a bias, head_dim over 128", lambda p: _has_any_bias(p) and p.head_dim > 128, {
         "hopper backward": "has gradients with a bias or score function up to head_dim 128, not {p.head_dim}",
     }, is_rare=True),
@@ -166,7 +167,6 @@ ROWS = (
     Row("score functions", lambda p: p.has_score_function, {"aten": "takes no mask or score functions"}),
     Row("score functions beside a bias or ALiBi", _has_both_score_terms, {
         "hopper": "takes a score function or a bias or ALiBi slopes, not two of them",
-        "aten": "takes no mask or score functions",
     }, is_rare=True),
     Row("mask functions that may read out of range", _has_unseen_guards, {
         "hopper": "takes a mask function, and an index that the score says, only if all indices into "
@@ -196,22 +196,22 @@ ROWS = (
     Row("sinks", lambda p: p.has_sinks, {"aten": "has no sinks"}),
     Row("ALiBi with a cache", lambda p: p.has_alibi and p.is_cached, {"aten": "has no ALiBi"}),
     Row("ALiBi without a cache", lambda p: p.has_alibi and not p.is_cached, {"aten": "has no ALiBi"}),
-    Row("ALiBi with 8-bit products", lambda p: p.has_alibi and p.is_8_bit, dict.fromkeys(
-        ("triton", "llvm", "aten"), "has no 8-bit products"
-    ) | {"hopper": "does not take ALiBi slopes with 8-bit products"}, is_rare=True),
+    Row("ALiBi with 8-bit products", lambda p: p.has_alibi and p.is_8_bit, {
+        "hopper": "does not take ALiBi slopes with 8-bit products",
+    }, is_rare=True),
     Row("gradient with ALiBi, head_dim over 128", lambda p: p.has_alibi and p.head_dim > 128, {
         "hopper backward": "has gradients with ALiBi up to head_dim 128, not {p.head_dim}",
     }, is_rare=True),
     Row("dropout", lambda p: p.dropout_p > 0, {"aten": "has no reproducible dropout"}),
     Row("dropout with a cache", lambda p: p.dropout_p > 0 and p.is_cached, {
-        "aten": NO_CACHE, "hopper": "does not take dropout with a cache",
+        "hopper": "does not take dropout with a cache",
     }, is_rare=True),
     Row("dropout of a part that begins at any query and key", lambda p: p.dropout_step == 1, dict.fromkeys(
         ("hopper", "llvm"), "has dropout of parts of a call only if they begin at multiples of 16"
     ), is_rare=True),
-    Row("dropout with 8-bit products", lambda p: p.dropout_p > 0 and p.is_8_bit, dict.fromkeys(
-        ("triton", "llvm", "aten"), "has no 8-bit products"
-    ) | {"hopper": "does not take dropout with 8-bit products"}, is_rare=True),
+    Row("dropout with 8-bit products", lambda p: p.dropout_p > 0 and p.is_8_bit, {
+        "hopper": "does not take dropout with 8-bit products",
+    }, is_rare=True),
     Row("gradient with dropout, head_dim over 128", lambda p: p.dropout_p > 0 and p.head_dim > 128, {
         "hopper backward": "has gradients with dropout up to head_dim 128, not {p.head_dim}",
     }, is_rare=True),
@@ -221,7 +221,7 @@ ROWS = (
     Row("causal, bottom-right", lambda p: p.causal and p.seqlen_q != p.seqlen_k, {
         "aten": "aligns causal masks top-left",
     }),
-    Row("mask and bias", lambda p: p.mask_shape is not None and p.bias_shape is not None, {
+    Row("mask and bias", lambda p: _has_mask(p) and _has_bias(p), {
         "aten": "takes a mask or a bias, not both",
     }),
     Row("gradient of a bias", lambda p: p.bias_needs_grad, {

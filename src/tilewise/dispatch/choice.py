@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+from collections.abc import Callable
 from types import ModuleType
 
 from tilewise.core.checks import shown
@@ -49,18 +50,27 @@ def choose(problem: AttentionProblem, backend: str | None = None, is_backward: b
         NotImplementedError: the backend asked for refuses; the message names what would serve.
     """
     direction = BACKWARD if is_backward else FORWARD
+    return first_able(
+        backend,
+        lambda name: refusal(name, problem, direction),
+        lambda name: slower(name, problem, direction),
+    )
+
+
+def first_able(
+    backend: str | None, refuses: Callable[[str], str | None], loses: Callable[[str], str | None]
+) -> str:
+    """The first backend that neither refuses nor loses to another, or the one asked for.
+
+    Raises as `choose`.
+    """
+    able = (name for name in BACKENDS if refuses(name) is None and loses(name) is None)
     if backend is None:
-        return next(
-            name
-            for name in BACKENDS
-            if refusal(name, problem, direction) is None and slower(name, problem, direction) is None
-        )
+        return next(able)
     if not isinstance(backend, str):
         raise TypeError(f"backend={shown(backend)} must be None or a string")
     load(backend)
-    reason = refusal(backend, problem, direction)
+    reason = refuses(backend)
     if reason is not None:
-        serving = [name for name, other in refusals(problem, is_backward).items() if other is None]
-        would_serve = " or ".join(map(repr, serving))
-        raise NotImplementedError(f"backend={backend!r} {reason}; {would_serve} would serve")
+        raise NotImplementedError(f"backend={backend!r} {reason}; {' or '.join(map(repr, able))} would serve")
     return backend

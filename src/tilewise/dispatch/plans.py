@@ -257,14 +257,7 @@ class WithBiasGradient:
     def layout(self) -> str:
         return self.plan.layout
 
-    def run(
-        self,
-        inputs: Inputs,
-        results: Results | None = None,
-        dout: Tensor | None = None,
-        dlse: Tensor | None = None,
-    ) -> Gradients:
-        given = (inputs, results, dout, dlse)
+    def run(self, *given: Any) -> Gradients:
         gradients: Any = self.plan.run(*given)
         left: Any = self.of_bias.run(*given)
         return gradients._replace(**left._asdict())

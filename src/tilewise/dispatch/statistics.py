@@ -12,14 +12,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tilewise.core.checks import shown
 from tilewise.core.plan import Results, Watched
 from tilewise.core.problem import AttentionProblem, Inputs, Options, describe_signature
 from tilewise.core.signature import Request, Signature
 from tilewise.core.statistics import NOTHING, Aux, Measured, merged
 from tilewise.dispatch import plans
 from tilewise.dispatch.capability import BACKENDS, FORWARD, refusal
-from tilewise.dispatch.choice import load
+from tilewise.dispatch.choice import first_able, load
 from tilewise.dispatch.preference import slower
 
 NAMES = tuple(f.name for f in fields(Aux) if f.name != "last_rows")
@@ -72,21 +71,11 @@ def choose(problem: AttentionProblem, aux: Aux, backend: str | None) -> str:
         ValueError, TypeError: unknown backend.
         NotImplementedError: the backend asked for refuses; the message names what would serve.
     """
-    able = [
-        name
-        for name in BACKENDS
-        if statistics_refusal(name, problem, aux) is None and slower(name, problem, FORWARD) is None
-    ]
-    if backend is None:
-        return able[0]
-    if not isinstance(backend, str):
-        raise TypeError(f"backend={shown(backend)} must be None or a string")
-    load(backend)
-    reason = statistics_refusal(backend, problem, aux)
-    if reason is not None:
-        would_serve = " or ".join(map(repr, able))
-        raise NotImplementedError(f"backend={backend!r} {reason}; {would_serve} would serve")
-    return backend
+    return first_able(
+        backend,
+        lambda name: statistics_refusal(name, problem, aux),
+        lambda name: slower(name, problem, FORWARD),
+    )
 
 
 @functools.lru_cache(maxsize=256)
