@@ -28,16 +28,15 @@ from typing import Never
 import torch
 from torch import Tensor
 
-from tilewise import reference
 from tilewise.api import canonical_inputs
 from tilewise.autograd import functions as autograd
 from tilewise.core.checks import check_flag, check_known
-from tilewise.core.dropout import keep_mask
-from tilewise.core.problem import Inputs, Options, describe, spans
+from tilewise.core.problem import Inputs, Options, describe
 from tilewise.faces import flash_attn_call
 from tilewise.faces.kv_cache_arguments import KVCacheCall
 from tilewise.faces.kv_cache_call import attention_with_kv_cache
 from tilewise.faces.tokens import counts_of, gather_pages
+from tilewise.reference.formula import Part, forward, unpack
 
 __all__ = [
     "flash_attn_func",
@@ -369,32 +368,16 @@ def _positive_infinity(lse: Tensor) -> Tensor:
 def _signed_weights(inputs: Inputs, options: Options) -> Tensor:
     """The softmax weights (batch, heads, seqlen_q, seqlen_k), negative where dropped, by the formula."""
     problem = describe(inputs, options)
-    assert inputs.dropout_seed is not None
-    shape = (problem.batch, problem.num_heads, problem.seqlen_q, problem.seqlen_k)
-    weights = inputs.query.new_zeros(shape)
-    for n, span in enumerate(spans(problem, inputs)):
-        if problem.is_packed:
-            q, k = inputs.query[None, span.q0 : span.q1], inputs.key[None, span.k0 : span.k1]
-        else:
-            q, k = inputs.query[n : n + 1], inputs.key[n : n + 1]
-        seqlen_q, seqlen_k = q.shape[1], k.shape[1]
-        identity = torch.eye(seqlen_k, device=q.device)[None, :, None].expand(1, -1, k.shape[2], -1)
-        slopes = inputs.alibi_slopes
-        p, _ = reference.attention(
-            q, k, identity, causal=options.causal, window=(options.window_left, options.window_right),
-            softcap=options.softcap, scale=options.scale,
-            alibi_slopes=slopes[n : n + 1] if slopes is not None and slopes.ndim == 2 else slopes,
-        )  # fmt: skip
-        p = p.transpose(1, 2)  # (1, heads, seqlen_q, seqlen_k), since values are unit vectors
-        keep = keep_mask(
-            inputs.dropout_seed,
-            options.dropout_p,
-            range(n, n + 1),
-            problem.num_heads,
-            0,
-            seqlen_q,
-            0,
-            seqlen_k,
-        )
-        weights[n : n + 1, :, :seqlen_q, :seqlen_k] = torch.where(keep, p, -p).to(weights.dtype)
-    return weights
+    tensors = inputs.query, inputs.key, inputs.value
+    given = {
+        "causal": options.causal, "window": (options.window_left, options.window_right),
+        "softcap": options.softcap, "scale": options.scale, "alibi_slopes": inputs.alibi_slopes,
+        "dropout_p": options.dropout_p, "dropout_seed": inputs.dropout_seed,
+        "cu_seqlens_q": inputs.cu_seqlens_q, "cu_seqlens_k": inputs.cu_seqlens_k,
+    }  # fmt: skip
+    parts = unpack(*tensors, given) if problem.is_packed else [Part(tensors, given)]
+    found = [forward(*part.tensors, torch.float64, **part.options) for part in parts]
+    signed = [torch.where(f.keep > 0, f.p, -f.p).to(inputs.query.dtype) for f in found]
+    sizes = [(0, problem.seqlen_k - p.shape[3], 0, problem.seqlen_q - p.shape[2]) for p in signed]
+    none = inputs.query.new_zeros((0, problem.num_heads, problem.seqlen_q, problem.seqlen_k))
+    return torch.cat([none, *(torch.nn.functional.pad(p, size) for p, size in zip(signed, sizes))])

@@ -76,7 +76,7 @@ def attention(
             torch.cat([empty_lse, *(lse[0] for _, lse in parts)], dim=1),
         )
     f = forward(query, key, value, dtype, **options)
-    return _from_bhsd(f.out, options), f.lse
+    return _swapped(f.out, options), f.lse
 
 
 def attention_backward(
@@ -103,7 +103,7 @@ def attention_backward(
     if options.get("cu_seqlens_q") is not None:
         return _packed_backward(dout, query, key, value, dlse, dtype, options)
     f = forward(query, key, value, dtype, **options)
-    do = _to_bhsd(dout, options).to(dtype)
+    do = _swapped(dout, options).to(dtype)
     group = f.q.shape[1] // max(1, f.k.shape[1])
     k, v = f.k.repeat_interleave(group, 1), f.v.repeat_interleave(group, 1)
     dp = (do @ v.mT) * f.keep
@@ -120,9 +120,9 @@ def attention_backward(
     dv = ((f.p * f.keep).mT @ do).view(*grouped, f.v.shape[-1]).sum(2)
     bias, sinks = options.get("bias"), options.get("sinks")
     return ReferenceGradients(
-        _from_bhsd(ds_raw @ k * f.scale, options),
-        _from_bhsd(dk, options),
-        _from_bhsd(dv, options),
+        _swapped(ds_raw @ k * f.scale, options),
+        _swapped(dk, options),
+        _swapped(dv, options),
         None if bias is None else ds.sum_to_size(bias.shape),
         None if sinks is None or f.p_sink is None else -(f.p_sink * delta).sum((0, 2)),
         tuple(captured),
@@ -131,9 +131,7 @@ def attention_backward(
 
 def check_options(function: Callable[..., Any], options: dict[str, Any]) -> None:
     """Raises TypeError for an option that the formula does not have."""
-    names = tuple(
-        n for n in inspect.signature(forward).parameters if n not in ("query", "key", "value", "dtype")
-    )
+    _, _, _, _, *names = inspect.signature(forward).parameters  # after query, key, value and dtype
     lengths = ("max_seqlen_q", "max_seqlen_k") if options.get("cu_seqlens_q") is not None else ()
     check_known(function, options, (*names, *lengths))
 
@@ -190,7 +188,7 @@ def forward(
     precision: str = "ieee",
 ) -> Forward:
     """A dense call, step by step, in `dtype`."""
-    q, k, v = (_to_bhsd(t, {"layout": layout}).to(dtype) for t in (query, key, value))
+    q, k, v = (_swapped(t, {"layout": layout}).to(dtype) for t in (query, key, value))
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     group = q.shape[1] // max(1, k.shape[1])
     s = scale * (q @ k.repeat_interleave(group, 1).mT)  # [batch, heads, seqlen_q, seqlen_k]
@@ -246,14 +244,16 @@ def _function_indices(first: int, shape: torch.Size, device: torch.device) -> tu
     return tuple(torch.meshgrid(*ranges, indexing="ij"))
 
 
-class _Part(NamedTuple):
+class Part(NamedTuple):
+    """A dense problem, and where a packed one has it."""
+
     tensors: tuple[Tensor, Tensor, Tensor]
     options: dict[str, Any]
-    rows_q: slice
-    rows_k: slice
+    rows_q: slice = slice(None)
+    rows_k: slice = slice(None)
 
 
-def unpack(query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> list[_Part]:
+def unpack(query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> list[Part]:
     """One dense problem of batch 1 for each packed sequence."""
     cu_q, cu_k = options["cu_seqlens_q"].tolist(), options["cu_seqlens_k"].tolist()
     parts = []
@@ -270,7 +270,7 @@ def unpack(query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -
         if slopes is not None and slopes.ndim == 2:
             own["alibi_slopes"] = slopes[n : n + 1]
         tensors = (query[None, q0:q1], key[None, k0:k1], value[None, k0:k1])
-        parts.append(_Part(tensors, own, slice(q0, q1), slice(k0, k1)))
+        parts.append(Part(tensors, own, slice(q0, q1), slice(k0, k1)))
     return parts
 
 
@@ -304,9 +304,6 @@ def _packed_backward(
     return ReferenceGradients(dq, dk, dv, dbias, dsinks, tuple(captured))
 
 
-def _to_bhsd(t: Tensor, options: dict[str, Any]) -> Tensor:
+def _swapped(t: Tensor, options: dict[str, Any]) -> Tensor:
+    """From the call's layout to (batch, heads, seqlen, dim), or back."""
     return t if options.get("layout", "bshd") == "bhsd" else t.transpose(1, 2)
-
-
-def _from_bhsd(t: Tensor, options: dict[str, Any]) -> Tensor:
-    return _to_bhsd(t, options)
