@@ -190,11 +190,12 @@ def test_many_ranges_travel_each_by_itself_where_they_are_long(width, copies):
     reads = mock.Mock(ranks=RANKS)
     memory = mock.Mock(read=lambda *_: source)
     there = tuple((2 * n, 2 * n + 1) for n in range(20))
-    fetch = wire.Reads._read(reads, memory, 0, 0, there, target, ((0, 20),))
-    assert len(fetch.copies) == copies
-    for where, to in fetch.copies:
+    transfer = wire.Transfer()
+    wire.Reads._read(reads, transfer, memory, 0, 0, there, target, ((0, 20),))
+    assert len(transfer.receives) == copies
+    for where, to in transfer.receives:
         to.copy_(where)
-    fetch.unpack()
+    transfer.wait()
     assert target[:, 0].tolist() == list(range(0, 40, 2))
 
 

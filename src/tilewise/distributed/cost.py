@@ -30,7 +30,7 @@ from tilewise.core.mask import Visibility
 from tilewise.distributed.layout import Layout, layout_of
 from tilewise.distributed.network import BACKWARD_FLOPS, Network, check_counts, check_network
 from tilewise.distributed.ranks import Ranks
-from tilewise.distributed.schedule import Message, Rules, Step, make_schedule
+from tilewise.distributed.schedule import Message, Rules, Step, make_schedule, num_rows
 
 EQUAL = 0.01  # times that differ by less, a forward's by twice that: the method that holds less is taken
 MOST_RANKS = 4  # whose schedules are made: the first, the last and some between
@@ -255,7 +255,7 @@ class _Walk:
         return _seconds(self.network, self.rank * self.degree, loads)
 
     def count(self, messages: tuple[Message, ...]) -> int:
-        return self.row * sum(b - a for m in messages for a, b in m.rows)
+        return self.row * sum(num_rows(m.rows) for m in messages)
 
     def received(self, steps: tuple[Step, ...], backward: bool) -> int:
         """Bytes: keys and values, in the backward again, and gradients of them."""

@@ -21,7 +21,7 @@ from tilewise.distributed.layout import Layout
 from tilewise.distributed.parts import wide
 from tilewise.distributed.peer_memory import KEYS, PeerMemory, stream_of
 from tilewise.distributed.ranks import Ranks, to_device
-from tilewise.distributed.schedule import Range
+from tilewise.distributed.schedule import Range, num_rows
 from tilewise.distributed.wire import row_index
 from tilewise.gpu.launch.launch_plan import HAS_TRITON
 
@@ -86,38 +86,29 @@ Group = tuple[tuple[Tensor, ...], Heads]
 
 def tokens_to_heads(swap: Swap, tensors: tuple[Tensor, ...], heads: Heads) -> tuple[Tensor, ...]:
     """(batch, tokens of the rank, heads, dim) -> (batch, tokens of the group, heads of the rank, dim)."""
-    return _Scatter.apply(swap, heads, *tensors)  # type: ignore[no-any-return]
+    return _Exchange.apply(swap, heads, _scatter, _gather, *tensors)  # type: ignore[no-any-return]
 
 
 def heads_to_tokens(swap: Swap, tensors: tuple[Tensor, ...], heads: Heads) -> tuple[Tensor, ...]:
     """(batch, tokens of the group, heads of the rank, dim) -> (batch, tokens of the rank, heads, dim)."""
-    return _Gather.apply(swap, heads, *tensors)  # type: ignore[no-any-return]
+    return _Exchange.apply(swap, heads, _gather, _scatter, *tensors)  # type: ignore[no-any-return]
 
 
-class _Scatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, swap: Swap, heads: Heads, *tensors: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
-        ctx.call = swap, heads
-        return _scatter(swap, heads, tensors)
+class _Exchange(torch.autograd.Function):
+    """One way forward, the other way backward."""
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
-        swap, heads = ctx.call
-        return None, None, *_gather(swap, heads, grads)
-
-
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, swap: Swap, heads: Heads, *tensors: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
-        ctx.call = swap, heads
-        return _gather(swap, heads, tensors)
+    def forward(  # type: ignore[override]
+        ctx: Any, swap: Swap, heads: Heads, there: Any, back: Any, *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.call = swap, heads, back
+        return there(swap, heads, tensors)  # type: ignore[no-any-return]
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
-        swap, heads = ctx.call
-        return None, None, *_scatter(swap, heads, grads)
+        swap, heads, back = ctx.call
+        return None, None, None, None, *back(swap, heads, grads)
 
 
 def _scatter(swap: Swap, heads: Heads, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -141,7 +132,7 @@ def _scatter(swap: Swap, heads: Heads, tensors: tuple[Tensor, ...]) -> tuple[Ten
             chunk = torch.cat(mine, 2) if len(mine) > 1 else mine[0].contiguous()
             sends += [(rank, m) for m in _chunk_messages(chunk, rows[me])]
             if len(ranges) > MAX_MESSAGES:
-                chunk = result.new_empty((_count(ranges), *result.shape[1:]))
+                chunk = result.new_empty((num_rows(ranges), *result.shape[1:]))
                 scattered.append((result, ranges, chunk))
                 receives.append((rank, chunk))
             else:
@@ -169,7 +160,7 @@ def _gather(swap: Swap, heads: Heads, tensors: tuple[Tensor, ...]) -> tuple[Tens
         targets = []
         for own in h:
             is_shared = sum(s.stop - s.start for s in own) > own[-1].stop
-            shape = (t.shape[1], _count(rows[me]), own[-1].stop, t.shape[-1])
+            shape = (t.shape[1], num_rows(rows[me]), own[-1].stop, t.shape[-1])
             results.append(t.new_zeros(shape) if is_shared else t.new_empty(shape))
             targets.append((results[-1].transpose(0, 1), own, is_shared))
         for rank, ranges in enumerate(rows):
@@ -180,7 +171,7 @@ def _gather(swap: Swap, heads: Heads, tensors: tuple[Tensor, ...]) -> tuple[Tens
             if rank == me:
                 staying += [(part, t[:, :, p], is_shared) for part, p, is_shared in parts]
                 continue
-            chunk = t.new_empty((_count(rows[me]), t.shape[1], places[-1].stop, t.shape[-1]))
+            chunk = t.new_empty((num_rows(rows[me]), t.shape[1], places[-1].stop, t.shape[-1]))
             receives += [(rank, m) for m in _chunk_messages(chunk, rows[me])]
             if len(ranges) > MAX_MESSAGES:
                 sends.append((rank, t[row_index(ranges, t.device)]))
@@ -214,7 +205,7 @@ def _scatter_by_reading(
     for slot, (t, own) in enumerate(zip(tensors, heads, strict=True)):
         mine = own[swap.ranks.rank]
         sources = [
-            memory.read(peer, slot, (_count(rows), t.shape[0], *t.shape[2:]), t.dtype)[:, :, mine]
+            memory.read(peer, slot, (num_rows(rows), t.shape[0], *t.shape[2:]), t.dtype)[:, :, mine]
             for peer, rows in zip(swap.ranks.peers, swap.rows, strict=True)
         ]
         result = t.new_empty((swap.length, *sources[0].shape[1:]))
@@ -234,7 +225,7 @@ def _gather_by_reading(
     for slot, (t, own) in enumerate(zip(tensors, heads, strict=True)):
         shape = t.shape[1], t.shape[0], *t.shape[2:]
         sources = [memory.read(peer, slot, shape, t.dtype) for peer in swap.ranks.peers]
-        each = t.new_empty((t.shape[0], _count(ranges), world * t.shape[2], t.shape[3]))
+        each = t.new_empty((t.shape[0], num_rows(ranges), world * t.shape[2], t.shape[3]))
         _take(each.unflatten(2, (world, -1)).permute(1, 2, 0, 3, 4), sources, places)
         if (count := own[-1].stop) < each.shape[2]:
             each = each.unflatten(2, (count, -1)).sum(3, dtype=wide(t.dtype)).to(t.dtype)
@@ -312,7 +303,3 @@ def _taken(target: Tensor, ranges: tuple[Range, ...], source: Tensor) -> list[tu
         return [(target, source[row_index(ranges, source.device)])]
     parts = _chunk_messages(target, ranges)
     return [(part, source[a:b]) for part, (a, b) in zip(parts, ranges, strict=True)]
-
-
-def _count(ranges: tuple[Range, ...]) -> int:
-    return sum(b - a for a, b in ranges)

@@ -30,6 +30,10 @@ MOST_ASKED = 64  # ranks: of more it would take too long to see which of them ne
 Range = tuple[int, int]
 
 
+def num_rows(ranges: tuple[Range, ...]) -> int:
+    return sum(b - a for a, b in ranges)
+
+
 class Message(NamedTuple):
     """Rows of keys from one rank to another. More than one range: they travel packed."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -16,36 +17,30 @@ from tilewise.distributed.layout import Layout
 from tilewise.distributed.parts import Totals
 from tilewise.distributed.peer_memory import GRADIENTS, KEYS, PeerMemory, copy_beside, stream_of
 from tilewise.distributed.ranks import Ranks, to_device
-from tilewise.distributed.schedule import Message, Range, Rules, Step, traffic
+from tilewise.distributed.schedule import Message, Range, Rules, Step, num_rows, traffic
 
 Rows = tuple[Tensor, ...]  # keys and values, or their gradients: (tokens, batch, KV heads, dim)
 KeyTotals = tuple[Totals, Totals]  # of keys, of values
 
 
+@dataclass
 class Transfer:
     """Rows on their way. `wait` completes them; until then their tensors are kept."""
 
-    def __init__(
-        self,
-        result: Rows,
-        receives: list[tuple[Any, Tensor]],  # from a peer, or from a tensor in its memory
-        arrive: Callable[[], None],
-        sends: list[tuple[int, Tensor]] | None = None,
-    ) -> None:
-        self.result, self.receives, self.arrive, self.sends = result, receives, arrive, sends or []
-        self.works: list[Any] = []
+    result: Rows = ()
+    sends: list[tuple[int, Tensor]] = field(default_factory=list)
+    receives: list[tuple[Any, Tensor]] = field(default_factory=list)  # from a peer, or a tensor in its memory
+    after: list[Callable[[], None]] = field(default_factory=list)  # what is done when all is here
+    works: list[Any] = field(default_factory=list)
 
     def wait(self) -> Rows:
         """What arrived; on a GPU the current stream waits, not the host."""
         while self.works:  # which transfers that were started together share
             self.works.pop().wait()
-        self.arrive()
-        self.receives, self.arrive, self.sends = [], _nothing, []  # what these keep may be freed
+        for finish in self.after:
+            finish()
+        self.receives, self.after, self.sends = [], [], []  # what these keep may be freed
         return self.result
-
-
-def _nothing() -> None:
-    pass
 
 
 class Wire(Protocol):
@@ -97,31 +92,27 @@ class Messages:
 
     def bring_keys(self, number: int) -> Transfer:
         step = self.steps[number]
-        arriving = tuple([_new_rows(t, step.keys) for t in self.own])
-        packed: list[tuple[Message, Tensor, Tensor]] = []
-        receives: list[tuple[Any, Tensor]] = []
-        for message in step.receives:
-            for target in arriving:
-                if len(message.rows) == 1:
-                    rows = _slice(target, message.rows[0])
-                else:
-                    rows = _new_rows(target, _count(message.rows))
-                    packed.append((message, target, rows))
-                receives.append((message.peer, rows))
-
-        def unpack() -> None:
-            for message, target, rows in packed:
-                target.index_copy_(0, row_index(message.rows, target.device), rows)
-
-        return Transfer(arriving, receives, unpack, _outgoing(step.sends, self.own))
+        transfer = Transfer(tuple([_new_rows(t, step.keys) for t in self.own]))
+        transfer.sends = _outgoing(step.sends, self.own)
+        for message, target in itertools.product(step.receives, transfer.result):
+            if len(message.rows) == 1:
+                rows = _slice(target, message.rows[0])
+            else:
+                rows = _new_rows(target, num_rows(message.rows))
+                transfer.after.append(functools.partial(_put, target, message.rows, rows))
+            transfer.receives.append((message.peer, rows))
+        return transfer
 
     def return_gradients(self, number: int, theirs: Rows, totals: KeyTotals) -> Transfer:
+        """Those that arrive are added in the order of the schedule: the same sum in every run."""
         step = self.steps[number]
         theirs = tuple(t.contiguous() for t in theirs)
-        incoming = _incoming(step, theirs)
-        receives = [(message.peer, rows) for message, _, rows in incoming]
-        sends = _outgoing(step.receives, theirs)
-        return Transfer((), receives, functools.partial(_add, incoming, totals), sends)
+        transfer = Transfer(sends=_outgoing(step.receives, theirs))
+        for message, (t, total) in itertools.product(step.sends, list(zip(theirs, totals, strict=True))):
+            rows = _new_rows(t, num_rows(message.rows))
+            transfer.receives.append((message.peer, rows))
+            transfer.after.append(functools.partial(_add, total, message.rows, rows))
+        return transfer
 
     def start(self, transfers: Sequence[Transfer]) -> None:
         """On a GPU they are one kernel, so that none waits for the end of another's."""
@@ -201,34 +192,28 @@ class Reads:
 
     def bring_keys(self, number: int) -> Transfer:
         step, far = self.steps[number], self.reach.steps[number - 1].receives
-        arriving = tuple([_new_rows(t, step.keys) for t in self.own])
+        transfer = Transfer(tuple([_new_rows(t, step.keys) for t in self.own]))
         pairs = zip(step.receives, far, strict=True)
-        found = [
-            self._read(self.keys, message.peer, slot, there, target, message.rows)
-            for message, there in sorted(pairs, key=lambda pair: self.ranks.turn(pair[0].peer))
-            for slot, target in enumerate(arriving)
-        ]
-        return _transfer(arriving, found)
+        for message, there in sorted(pairs, key=lambda pair: self.ranks.turn(pair[0].peer)):
+            for slot, target in enumerate(transfer.result):
+                self._read(transfer, self.keys, message.peer, slot, there, target, message.rows)
+        return transfer
 
     def return_gradients(self, number: int, theirs: Rows, totals: KeyTotals) -> Transfer:
         step, far = self.steps[number], self.reach.steps[number - 1].sends
         self.gradients.publish(theirs, self.stream)
         there = {message.peer: rows for message, rows in zip(step.sends, far, strict=True)}
-        incoming, found = [], []
-        for message, (which, t) in itertools.product(step.sends, enumerate(theirs)):
+        transfer, additions = Transfer(), []
+        for message, (slot, t) in itertools.product(step.sends, enumerate(theirs)):
             first, end = message.rows[0][0], message.rows[-1][1]
             rows = _new_rows(t, end - first)
             if len(message.rows) > 1:
                 rows.zero_()  # what lies between
             here = tuple((a - first, b - first) for a, b in message.rows)
-            found.append(self._read(self.gradients, message.peer, which, there[message.peer], rows, here))
-            incoming.append((first, which, rows))
-
-        def add() -> None:
-            for first, which, rows in incoming:
-                totals[which].add(first, rows.transpose(0, 1))
-
-        return _transfer((), found, add)
+            self._read(transfer, self.gradients, message.peer, slot, there[message.peer], rows, here)
+            additions.append(functools.partial(_add, totals[slot], ((first, end),), rows))
+        transfer.after += additions  # once all that was packed is in its place
+        return transfer
 
     def start(self, transfers: Sequence[Transfer]) -> None:
         works = copy_beside([read for transfer in transfers for read in transfer.receives], self.stream)
@@ -237,71 +222,46 @@ class Reads:
 
     def _read(
         self,
+        transfer: Transfer,
         memory: PeerMemory,
         peer: int,
         slot: int,
         there: tuple[Range, ...],
         target: Tensor,
         here: tuple[Range, ...],
-    ) -> Fetch:
-        """Rows of what a peer has published in a slot, as rows of target."""
+    ) -> None:
+        """Let a transfer bring rows of what a peer has published in a slot, as rows of target."""
         shape = there[-1][1], *target.shape[1:]
         source = memory.read(self.ranks.peers[peer], slot, shape, target.dtype)
         pairs = _in_step(here, there)
-        if len(pairs) <= max(MOST_COPIES, _count(there) * target[:1].nbytes // LONG):
-            return Fetch([(_slice(source, c), _slice(target, a)) for a, c in pairs])
+        if len(pairs) <= max(MOST_COPIES, num_rows(there) * target[:1].nbytes // LONG):
+            transfer.receives += [(_slice(source, c), _slice(target, a)) for a, c in pairs]
+            return
         first, end = there[0][0], there[-1][1]
         rows = _new_rows(target, end - first)
 
         def unpack() -> None:
             index = row_index(tuple((c - first, d - first) for c, d in there), target.device)
-            target.index_copy_(0, row_index(here, target.device), rows[index])
+            _put(target, here, rows[index])
 
-        return Fetch([(source[first:end], rows)], unpack)
+        transfer.receives.append((source[first:end], rows))
+        transfer.after.append(unpack)
 
 
 MOST_COPIES = 8  # for a message of short ranges: where it has more, all between them is read too, by one
 LONG = 1 << 20  # bytes
 
 
-class Fetch(NamedTuple):
-    """Copies (source, target), and what is done when they are complete."""
-
-    copies: list[tuple[Any, Tensor]]
-    unpack: Callable[[], None] = _nothing
+def _put(target: Tensor, places: tuple[Range, ...], rows: Tensor) -> None:
+    target.index_copy_(0, row_index(places, target.device), rows)
 
 
-def _transfer(result: Rows, fetches: list[Fetch], arrive: Callable[[], None] = _nothing) -> Transfer:
-    def finish() -> None:
-        for fetch in fetches:
-            fetch.unpack()
-        arrive()
-
-    return Transfer(result, [copy for fetch in fetches for copy in fetch.copies], finish)
-
-
-class Incoming(NamedTuple):
+def _add(total: Totals, places: tuple[Range, ...], rows: Tensor) -> None:
     """Gradients of some of a rank's keys, or values, from a rank that has used them."""
-
-    message: Message
-    which: int  # 0: of keys, 1: of values
-    rows: Tensor
-
-
-def _incoming(step: Step, theirs: Rows) -> list[Incoming]:
-    return [
-        Incoming(message, which, _new_rows(t, _count(message.rows)))
-        for message, (which, t) in itertools.product(step.sends, enumerate(theirs))
-    ]
-
-
-def _add(incoming: list[Incoming], totals: KeyTotals) -> None:
-    """In the order of the schedule: the same sum in every run."""
-    for message, which, rows in incoming:
-        if len(message.rows) == 1:
-            totals[which].add(message.rows[0][0], rows.transpose(0, 1))
-        else:
-            totals[which].add_at(row_index(message.rows, rows.device), rows.transpose(0, 1))
+    if len(places) == 1:
+        total.add(places[0][0], rows.transpose(0, 1))
+    else:
+        total.add_at(row_index(places, rows.device), rows.transpose(0, 1))
 
 
 def _outgoing(messages: tuple[Message, ...], tensors: Rows) -> list[tuple[int, Tensor]]:
@@ -334,10 +294,6 @@ def _new_rows(t: Tensor, count: int) -> Tensor:
 
 def _slice(t: Tensor, rows: Range) -> Tensor:
     return t if rows == (0, t.shape[0]) else t[rows[0] : rows[1]]
-
-
-def _count(rows: tuple[Range, ...]) -> int:
-    return sum(b - a for a, b in rows)
 
 
 @kept_on_device(1024)
