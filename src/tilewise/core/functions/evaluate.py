@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from tilewise.core.functions.expression import BOOL, FLOAT, FUNCTIONS, INT, Captured, Functions, Graph
+from tilewise.core.functions.expression import (
+    BOOL,
+    FLOAT,
+    FUNCTIONS,
+    INT,
+    OPERATORS,
+    Captured,
+    Functions,
+    Graph,
+)
 from tilewise.core.signature import contiguous_strides
 
 
@@ -193,13 +201,6 @@ def _divisor(b: Any) -> Any:
     return torch.where(b == 0, 1, b) if isinstance(b, Tensor) else b
 
 
-OPERATIONS: dict[str, Callable[..., Tensor]] = {
-    "add": operator.add, "sub": operator.sub, "mul": operator.mul, "div": operator.truediv,
-    "floordiv": operator.floordiv, "mod": operator.mod, "pow": operator.pow, "neg": operator.neg,
-    "abs": torch.abs, "minimum": minimum_of, "maximum": maximum_of,
-    "lt": operator.lt, "le": operator.le, "eq": operator.eq, "ne": operator.ne,
-    "and": operator.and_, "or": operator.or_, "xor": operator.xor, "not": operator.invert,
-    "shl": operator.lshift, "shr": operator.rshift,
-    **{name: getattr(torch, name) for name in FUNCTIONS},
-}  # fmt: skip
+OPERATIONS = OPERATORS | {"minimum": minimum_of, "maximum": maximum_of}
+OPERATIONS |= {name: getattr(torch, name) for name in FUNCTIONS}
 ARITHMETIC = ("add", "sub", "mul", "floordiv", "mod", "pow", "neg", "abs", "minimum", "maximum")

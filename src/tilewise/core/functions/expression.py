@@ -19,6 +19,7 @@ import json
 import math
 import operator
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 BOOL, INT, FLOAT = "bool", "int", "float"
@@ -169,16 +170,20 @@ def _fold(op: str, values: list[Any]) -> Any:
     return None if is_wide or isinstance(found, complex) else found
 
 
-_FOLDS: dict[str, Callable[..., Any]] = {
+OPERATORS: dict[str, Callable[..., Any]] = {  # of numbers and of tensors
     "add": operator.add, "sub": operator.sub, "mul": operator.mul, "div": operator.truediv,
-    "floordiv": operator.floordiv, "mod": operator.mod, "neg": operator.neg, "abs": abs, "pow": operator.pow,
-    "lt": operator.lt, "le": operator.le, "eq": operator.eq, "ne": operator.ne, "and": operator.and_,
-    "or": operator.or_, "xor": operator.xor, "not": lambda a: not a if isinstance(a, bool) else ~a,
-    "shl": operator.lshift, "shr": operator.rshift, "float": float, "int": int, "bool": bool,
-    "exp": math.exp, "log": math.log, "sqrt": math.sqrt, "tanh": math.tanh, "sin": math.sin, "cos": math.cos,
+    "floordiv": operator.floordiv, "mod": operator.mod, "pow": operator.pow, "neg": operator.neg,
+    "abs": abs, "lt": operator.lt, "le": operator.le, "eq": operator.eq, "ne": operator.ne,
+    "and": operator.and_, "or": operator.or_, "xor": operator.xor, "not": operator.invert,
+    "shl": operator.lshift, "shr": operator.rshift,
+}  # fmt: skip
+_FOLDS = OPERATORS | {
+    "not": lambda a: not a if isinstance(a, bool) else ~a, "float": float, "int": int, "bool": bool,
+    **{name: getattr(math, name) for name in ("exp", "log", "sqrt", "tanh", "sin", "cos")},
 }  # fmt: skip
 
 
+@dataclass(frozen=True, eq=False)
 class Functions:
     """A mask function, a score function or both, with the tensors that they capture.
 
@@ -188,12 +193,11 @@ class Functions:
         text: all of this as a string, the same for equal functions.
     """
 
-    def __init__(
-        self, graph: Graph, score: int | None, mask: int | None, tensors: tuple[Captured, ...],
-        is_guarded: bool = False,
-    ) -> None:  # fmt: skip
-        self.graph, self.score, self.mask, self.tensors = graph, score, mask, tensors
-        self.is_guarded = is_guarded
+    graph: Graph
+    score: int | None
+    mask: int | None
+    tensors: tuple[Captured, ...]
+    is_guarded: bool = False
 
     @property
     def roots(self) -> list[int]:
@@ -224,33 +228,28 @@ class Functions:
         order = self.graph.reachable(self.roots)
         numbers = {n: new for new, n in enumerate(order)}
         nodes = [
-            [
-                node.op,
-                [numbers[a] for a in node.args],
-                node.kind,
-                *([] if node.value is None else [node.value]),
-            ]
-            for node in (self.graph.nodes[n] for n in order)
+            [op, [numbers[a] for a in args], kind, *([] if value is None else [value])]
+            for op, args, kind, value in (self.graph.nodes[n] for n in order)
         ]
         roots = [None if root is None else numbers[root] for root in (self.score, self.mask)]
         return json.dumps([nodes, roots, self.tensors, self.is_guarded], separators=(",", ":"))
 
     @functools.cached_property
     def mask_only(self) -> Functions:
-        return Functions(self.graph, None, self.mask, self.tensors, self.is_guarded)
+        return replace(self, score=None)
 
     @functools.cached_property
     def score_only(self) -> Functions:
-        return Functions(self.graph, self.score, None, self.tensors, self.is_guarded)
+        return replace(self, mask=None)
 
     @functools.cached_property
     def guarded(self) -> Functions:
-        return Functions(self.graph, self.score, self.mask, self.tensors, True)
+        return replace(self, is_guarded=True)
 
     def without_gradients(self) -> Functions:
         """As kernels see it, to which it is all the same which tensors want a gradient, and how a call is."""
         plain = tuple(t._replace(wants_grad=False) for t in self.tensors)
-        return Functions(self.graph, self.score, self.mask, plain)
+        return replace(self, tensors=plain, is_guarded=False)
 
     @functools.cached_property
     def plain_text(self) -> str:
@@ -263,12 +262,12 @@ class Functions:
         numbers = sorted({self.graph.nodes[n].value for n in loads})
         graph = self.graph.with_tensors({n: numbers.index(self.graph.nodes[n].value) for n in loads})
         tensors = tuple(self.tensors[n] for n in numbers)
-        return Functions(graph, self.score, self.mask, tensors, self.is_guarded), tuple(numbers)
+        return replace(self, graph=graph, tensors=tensors), tuple(numbers)
 
     def with_gradients(self) -> Functions:
         """With the gradient of every captured tensor of floats."""
         wanted = tuple(t._replace(wants_grad=t.kind == FLOAT) for t in self.tensors)
-        return Functions(self.graph, self.score, self.mask, wanted, self.is_guarded)
+        return replace(self, tensors=wanted)
 
 
 @functools.lru_cache(maxsize=512)

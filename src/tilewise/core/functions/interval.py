@@ -388,7 +388,7 @@ _BOTH: dict[str, Callable[..., Interval]] = {
 }
 _INTEGERS: dict[str, Callable[..., Interval]] = _BOTH | {
     "floordiv": _floordiv, "mod": _mod, "and": _bits(torch.bitwise_and), "or": _bits(torch.bitwise_or),
-    "xor": _bits(torch.bitwise_xor), "not": lambda x: (~x[1], ~x[0]),
+    "xor": _bits(torch.bitwise_xor), "not": _not,
     "shl": _shift("shl"), "shr": _shift("shr"), "mul": _product,
 }  # fmt: skip
 _FLOATS: dict[str, Callable[..., Interval]] = _BOTH | {

@@ -61,7 +61,7 @@ def kernel_map(
     numbers, layout = hiding_numbers(functions, buffers)
     key = (functions.text, extent, block_q, block_k, device)
     kept = _kept.get(key)
-    if kept is not None and kept.layout == layout and all(map(_same, numbers, kept.numbers)):
+    if kept is not None and kept.layout == layout and all(map(torch.equal, numbers, kept.numbers)):
         return kept.map
     found = _made(functions, buffers, extent, block_q, block_k, device)
     if sum(t.numel() for t in numbers) <= MAX_KEPT_NUMBERS:
@@ -97,7 +97,3 @@ def _made(
     kinds = tile_kinds(functions, buffers, *spans)
     rows, columns = -(-extent[2] // block_q), -(-extent[3] // block_k)
     return KernelMap(kinds.expand(-1, -1, rows, columns).contiguous(), block_q, block_k)
-
-
-def _same(t: Tensor, kept: Tensor) -> bool:
-    return torch.equal(t.detach(), kept)

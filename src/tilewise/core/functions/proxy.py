@@ -18,6 +18,10 @@ from tilewise.core.functions.expression import BOOL, FLOAT, FUNCTIONS, INT, Grap
 _OWN = (os.path.dirname(__file__), os.path.dirname(torch.__file__))
 
 
+def kind_of(dtype: torch.dtype) -> str:
+    return FLOAT if dtype.is_floating_point else BOOL if dtype == torch.bool else INT
+
+
 class Recorder:
     """One trace: its graph, the tensors met, and the line of the user's code that each load stands in."""
 
@@ -48,8 +52,7 @@ class Recorder:
         if not known:
             self.tensors.append(t)
         place = known[0] if known else len(self.tensors) - 1
-        kind = FLOAT if t.dtype.is_floating_point else BOOL if t.dtype == torch.bool else INT
-        node = self.graph.load(place, numbers, kind)
+        node = self.graph.load(place, numbers, kind_of(t.dtype))
         self.lines.setdefault(node, line_of_frame(sys._getframe(1)))
         return Proxy(self, node)
 
@@ -147,7 +150,7 @@ class Proxy:
         if name in ("item", "tolist", "numpy"):
             self.__index__()
         if name.startswith("__") or name not in METHODS:
-            raise AttributeError(f"a mask or score function has no operation {name!r}{_known(name)}")
+            raise AttributeError(f"a mask or score function has no operation {name!r}{_known()}")
 
         def method(*args: Any, **kwargs: Any) -> Any:
             return METHODS[name](self.recorder, self, *args, **kwargs)
@@ -164,11 +167,11 @@ class Proxy:
             t, index = args
             return recorder.load(t, index if isinstance(index, tuple) else (index,))
         if name not in METHODS:
-            raise NotImplementedError(f"a mask or score function has no operation {name!r}{_known(name)}")
+            raise NotImplementedError(f"a mask or score function has no operation {name!r}{_known()}")
         return METHODS[name](recorder, *args, **{k: v for k, v in (kwargs or {}).items() if k != "inplace"})
 
 
-def _known(name: str) -> str:
+def _known() -> str:
     return f"; it has {', '.join(sorted(METHODS))}"
 
 
@@ -187,7 +190,7 @@ def _binary(op: str, swap: bool = False) -> Callable[..., Proxy]:
     return method
 
 
-def _scaled(op: str, sign: int) -> Callable[..., Proxy]:
+def _scaled(op: str) -> Callable[..., Proxy]:
     """add and sub, which have an alpha."""
 
     def method(r: Recorder, a: Any, b: Any, *, alpha: Any = 1) -> Proxy:
@@ -259,7 +262,7 @@ def _to(r: Recorder, x: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _cast(r: Recorder, x: Any, dtype: torch.dtype) -> Proxy:
-    return r.add(FLOAT if dtype.is_floating_point else BOOL if dtype == torch.bool else INT, x)
+    return r.add(kind_of(dtype), x)
 
 
 def _constant(value: Any) -> Callable[..., Proxy]:
@@ -273,20 +276,14 @@ def _constant(value: Any) -> Callable[..., Proxy]:
     return method
 
 
-def _full_like(r: Recorder, x: Any, fill_value: Any, **kwargs: Any) -> Proxy:
-    return _constant(fill_value)(r, x, **kwargs)
-
-
-def _new_full(r: Recorder, x: Any, size: Any, fill_value: Any, **kwargs: Any) -> Proxy:
-    return _constant(fill_value)(r, x, size, **kwargs)
-
-
 METHODS: dict[str, Callable[..., Any]] = {
-    "add": _scaled("add", 1), "sub": _scaled("sub", -1), "subtract": _scaled("sub", -1),
+    "add": _scaled("add"), "sub": _scaled("sub"), "subtract": _scaled("sub"),
     "div": _div, "divide": _div, "fmod": _fmod, "where": _where, "clamp": _clamp, "clip": _clamp,
     "to": _to, "type_as": _to, "contiguous": lambda r, x: x, "clone": lambda r, x, **_: x,
-    "zeros_like": _constant(0), "ones_like": _constant(1), "full_like": _full_like,
-    "new_zeros": _constant(0), "new_ones": _constant(1), "new_full": _new_full,
+    "zeros_like": _constant(0), "ones_like": _constant(1),
+    "new_zeros": _constant(0), "new_ones": _constant(1),
+    "full_like": lambda r, x, fill_value, **kwargs: _constant(fill_value)(r, x, **kwargs),
+    "new_full": lambda r, x, size, fill_value, **kwargs: _constant(fill_value)(r, x, size, **kwargs),
     "new_tensor": lambda r, x, value, **kwargs: _constant(value)(r, x, **kwargs),
     "masked_fill": lambda r, x, mask, value: _where(r, mask, value, x),
     "square": lambda r, x: r.add("mul", x, x),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 
 import torch
@@ -58,18 +59,13 @@ def tile_kinds(
 
 def _chunks(sizes: list[int]) -> Iterator[tuple[slice, slice, slice]]:
     """Slices of b, h and i whose tiles are few enough."""
-    row = max(1, sizes[3])
-    step = max(1, TILES_AT_ONCE // row)
-    whole = sizes[0] * sizes[1] * sizes[2] <= step
-    for b in range(1 if whole else sizes[0]):
-        for h in range(1 if whole else sizes[1]):
-            for i in range(0, sizes[2], sizes[2] if whole else step):
-                outer = slice(None) if whole else slice(b, b + 1)
-                yield (
-                    outer,
-                    slice(None) if whole else slice(h, h + 1),
-                    slice(i, i + step if not whole else None),
-                )
+    b, h, i, row = sizes
+    step = max(1, TILES_AT_ONCE // max(1, row))
+    if b * h * i <= step:
+        yield slice(None), slice(None), slice(None)
+        return
+    for starts in itertools.product(range(b), range(h), range(0, i, step)):
+        yield tuple(slice(n, n + size) for n, size in zip(starts, (1, 1, step)))  # type: ignore[misc]
 
 
 def _within(span: Blocks, axis: int, is_needed: bool, rows: tuple[slice, ...]) -> Blocks:

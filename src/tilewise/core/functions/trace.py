@@ -17,9 +17,8 @@ from torch.overrides import TorchFunctionMode
 
 from tilewise.core.checks import shown
 from tilewise.core.functions.expression import BOOL, FLOAT, INDICES, LENGTH, Captured, Functions
-from tilewise.core.functions.proxy import PartOfTensor, Proxy, Recorder, line_of_error
+from tilewise.core.functions.proxy import PartOfTensor, Proxy, Recorder, kind_of, line_of_error
 
-MASK_ARGUMENTS, SCORE_ARGUMENTS = 4, 5
 MAX_TRACES = 1024
 
 
@@ -124,14 +123,10 @@ def _traced(
         operands = [recorder.index("score"), *indices]
         score = recorder.add(FLOAT, _call("score_mod", score_mod, recorder, operands)).node
     captured = tuple(
-        Captured(_kind(t), t.ndim, wants_grad and t.dtype.is_floating_point and t.requires_grad)
+        Captured(kind_of(t.dtype), t.ndim, wants_grad and t.dtype.is_floating_point and t.requires_grad)
         for t in recorder.tensors
     )
     return Trace(Functions(recorder.graph, score, mask, captured), tuple(recorder.tensors), recorder.lines)
-
-
-def _kind(t: Tensor) -> str:
-    return "float" if t.dtype.is_floating_point else "bool" if t.dtype == torch.bool else "int"
 
 
 def _call(name: str, function: Callable[..., Any], recorder: Recorder, operands: list[Proxy]) -> Any:
