@@ -122,6 +122,9 @@ class FlashAttention(torch.nn.Module):
             positions = self._positions(x, cache, cu_seqlens)
             cos, sin = rotary_tables(positions, self.head_dim, self.rope, dtype=dtype)
             query, key = apply_rotary(query, cos, sin), apply_rotary(key, cos, sin)
+        options: dict[str, Any] = {
+            "causal": self.causal, "window": self.window, "mask": mask, "return_aux": return_aux
+        }  # fmt: skip
         dropout_p = self.dropout if self.training else 0.0
         if cache is not None:
             if cache.key.dtype != key.dtype:
@@ -129,22 +132,11 @@ class FlashAttention(torch.nn.Module):
                     f"cache.dtype={cache.key.dtype} must be the projections', {key.dtype} here: "
                     f"new_cache(..., dtype={key.dtype})"
                 )
-            out = attention_with_cache(
-                query, cache, key, value, causal=self.causal, window=self.window, mask=mask,
-                return_aux=return_aux,
-            )  # fmt: skip
+            out = attention_with_cache(query, cache, key, value, **options)
         elif cu_seqlens is not None:
-            out = attention_varlen(
-                query, key, value, cu_seqlens, cu_seqlens,
-                causal=self.causal, window=self.window, dropout_p=dropout_p, mask=mask,
-                return_aux=return_aux,
-            )  # fmt: skip
+            out = attention_varlen(query, key, value, cu_seqlens, cu_seqlens, dropout_p=dropout_p, **options)
         else:
-            out = attention(
-                query, key, value,
-                causal=self.causal, window=self.window, dropout_p=dropout_p, mask=mask,
-                return_aux=return_aux,
-            )  # fmt: skip
+            out = attention(query, key, value, dropout_p=dropout_p, **options)
         if return_aux is not None:
             out, aux = out
             return self.out_proj(out.flatten(-2)), aux

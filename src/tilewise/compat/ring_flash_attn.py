@@ -48,7 +48,7 @@ def ring_flash_attn_func(
         ValueError, TypeError, NotImplementedError: as `context_parallel_attention`.
     """
     options = dropout_p, softmax_scale, causal, window_size, alibi_slopes, deterministic
-    return _attend(q, k, v, "contiguous", None, *options, return_attn_probs, group)
+    return _attend(q, k, v, "contiguous", None, options, return_attn_probs, group)
 
 
 def zigzag_ring_flash_attn_func(
@@ -66,7 +66,7 @@ def zigzag_ring_flash_attn_func(
 ) -> Answer:
     """`ring_flash_attn_func` on zigzag shards: chunks r and 2 * world - 1 - r of 2 * world equal ones."""
     options = dropout_p, softmax_scale, causal, window_size, alibi_slopes, deterministic
-    return _attend(q, k, v, "zigzag", None, *options, return_attn_probs, group)
+    return _attend(q, k, v, "zigzag", None, options, return_attn_probs, group)
 
 
 def zigzag_ring_flash_attn_varlen_func(
@@ -103,7 +103,7 @@ def zigzag_ring_flash_attn_varlen_func(
     if any(start % (2 * world) for start in starts):
         raise ValueError(f"cu_seqlens={starts} of all ranks must divide by {2 * world}, twice their number")
     options = dropout_p, softmax_scale, causal, window_size, alibi_slopes, deterministic
-    return _attend(q, k, v, "documents", starts, *options, return_attn_probs, group)
+    return _attend(q, k, v, "documents", starts, options, return_attn_probs, group)
 
 
 def _attend(
@@ -112,20 +112,17 @@ def _attend(
     v: Tensor,
     balance: str,
     starts: list[int] | None,
-    dropout_p: float,
-    softmax_scale: float | None,
-    causal: bool,
-    window_size: tuple[int, int],
-    alibi_slopes: Tensor | None,
-    deterministic: bool,
+    options: tuple[Any, ...],
     return_attn_probs: bool,
     group: Any,
 ) -> Answer:
+    """options: dropout_p, softmax_scale, causal, window_size, alibi_slopes and deterministic."""
+    dropout_p, scale, causal, window_size, alibi_slopes, deterministic = options
     check_tensors(q=q, k=k, v=v)
     left, right = (None if side == -1 else side for side in window_size)
     out, lse = context_parallel_attention(
         q, k, v, group=group, method="ring", balance=balance, cu_seqlens=starts, causal=causal,
-        window=(left, right), alibi_slopes=alibi_slopes, dropout_p=dropout_p, scale=softmax_scale,
+        window=(left, right), alibi_slopes=alibi_slopes, dropout_p=dropout_p, scale=scale,
         deterministic=deterministic, return_lse=True,
     )  # fmt: skip
     return (out, lse, None) if return_attn_probs else out

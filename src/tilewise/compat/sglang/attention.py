@@ -97,7 +97,8 @@ class TilewiseAttnBackend(AttentionBackend):  # type: ignore[misc]
         layer: Any,
         forward_batch: Any,
         save_kv_cache: bool = True,
-        **options: Any,
+        sinks: Tensor | None = None,
+        **unknown: Any,
     ) -> Tensor:
         """Attention of new tokens, any number for each request.
 
@@ -106,45 +107,16 @@ class TilewiseAttnBackend(AttentionBackend):  # type: ignore[misc]
             k, v: (tokens, num_kv_heads, dim) new keys and values; None if the cache has them.
             layer: SGLang's RadixAttention.
             save_kv_cache: write k and v to the cache first.
-            options: sinks (num_heads,); any other raises NotImplementedError.
+            sinks: (num_heads,); any other option raises NotImplementedError.
 
         Returns:
             (tokens, num_heads * head_dim_v).
         """
-        return self._attend(q, k, v, layer, forward_batch, save_kv_cache, **options)
-
-    def forward_decode(
-        self,
-        q: Tensor,
-        k: Tensor | None,
-        v: Tensor | None,
-        layer: Any,
-        forward_batch: Any,
-        save_kv_cache: bool = True,
-        **options: Any,
-    ) -> Tensor:
-        """`forward_extend` with one new token for each request."""
-        return self._attend(q, k, v, layer, forward_batch, save_kv_cache, **options)
-
-    def support_triton(self) -> bool:
-        return torch.cuda.is_available()
-
-    def _attend(
-        self,
-        q: Tensor,
-        k: Tensor | None,
-        v: Tensor | None,
-        layer: Any,
-        batch: Any,
-        save_kv_cache: bool,
-        sinks: Tensor | None = None,
-        **unknown: Any,
-    ) -> Tensor:
         _check(layer, unknown)
         step, pool = self.forward_metadata, self.token_to_kv_pool
         assert step is not None
         if save_kv_cache and k is not None and v is not None:
-            pool.set_kv_buffer(layer, KVWriteLoc.for_batch(batch), k, v)
+            pool.set_kv_buffer(layer, KVWriteLoc.for_batch(forward_batch), k, v)
         buffers = pool.get_key_buffer(layer.layer_id), pool.get_value_buffer(layer.layer_id)
         keys, values = (t.view(-1, self.page_size, *t.shape[1:]) for t in buffers)
         if keys.dtype != q.dtype:
@@ -165,6 +137,11 @@ class TilewiseAttnBackend(AttentionBackend):  # type: ignore[misc]
         results = plans.attend(inputs, scalars, None, Request(lse=False), are_values_known=True)
         assert results.out is not None
         return results.out.reshape(len(q), layer.tp_q_head_num * layer.v_head_dim)
+
+    forward_decode = forward_extend  # with one new token for each request
+
+    def support_triton(self) -> bool:
+        return torch.cuda.is_available()
 
 
 def _check(layer: Any, unknown: dict[str, Any]) -> None:

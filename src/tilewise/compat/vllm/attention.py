@@ -135,17 +135,11 @@ class TilewiseMetadataBuilder(AttentionMetadataBuilder[TilewiseMetadata]):
             lengths, pages = common.seq_lens[:num_decodes], common.block_table_tensor[:num_decodes]
             parts.append(Part(0, num_decodes, None, lengths, pages, 1))
         if num_others:
+            others, tokens = slice(num_decodes, common.num_reqs), common.num_actual_tokens - decode_tokens
             starts = common.query_start_loc[num_decodes : common.num_reqs + 1]
-            parts.append(
-                Part(
-                    decode_tokens,
-                    common.num_actual_tokens - decode_tokens,
-                    starts - decode_tokens if decode_tokens else starts,
-                    common.seq_lens[num_decodes : common.num_reqs],
-                    common.block_table_tensor[num_decodes : common.num_reqs],
-                    common.max_query_len,
-                )
-            )
+            starts = starts - decode_tokens if decode_tokens else starts
+            lengths, pages = common.seq_lens[others], common.block_table_tensor[others]
+            parts.append(Part(decode_tokens, tokens, starts, lengths, pages, common.max_query_len))
         return TilewiseMetadata(
             common.num_actual_tokens, common.slot_mapping, common.causal, common.query_start_loc,
             common.max_query_len, parts,
