@@ -288,18 +288,14 @@ def canonical_inputs(
     sinks: Tensor | None = None,
     *,
     dropout_p: float = 0.0,
-    layout: str = "bshd",
     generator: torch.Generator | None = None,
 ) -> Inputs:
-    """The tensors as every backend takes them: (batch, seqlen, heads, dim) views, masks with four dimensions,
-    and a dropout seed if one is needed."""
+    """The tensors as every backend takes them: masks with four dimensions, and a dropout seed if one is
+    needed."""
     blocks = None
     if not (type(query) is type(key) is type(value) is Tensor) and is_quantized(query, key, value):
         blocks = inputs_of(query, key, value)
         query, key, value = blocks[:3]
-        to_bshd(layout)
-    elif layout != "bshd":
-        query, key, value = to_bshd(layout, query=query, key=key, value=value)  # type: ignore[arg-type]
     seed = None
     if type(dropout_p) is not float or dropout_p != 0 or generator is not None:
         seed = draw_seed(query, dropout_p, generator)  # type: ignore[arg-type]

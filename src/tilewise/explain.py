@@ -14,6 +14,7 @@ from tilewise.api import (
     attention,
     attention_with_cache,
     canonical_inputs,
+    check_layout,
     products_of,
     to_bshd,
     window_bounds,
@@ -23,7 +24,16 @@ from tilewise.cache.paged import PagedKVCache
 from tilewise.cache.step import Rotary, cached_step
 from tilewise.core.checks import check_flag, check_known, check_tensors
 from tilewise.core.functions.call import Cached, with_functions
-from tilewise.core.problem import AttentionProblem, Inputs, Options, Span, describe, of_gradient, spans
+from tilewise.core.problem import (
+    AttentionProblem,
+    Inputs,
+    Options,
+    Span,
+    describe,
+    in_layout,
+    of_gradient,
+    spans,
+)
 from tilewise.core.quantized import is_quantized
 from tilewise.core.values import check_values
 from tilewise.device import Device, device_for
@@ -211,10 +221,10 @@ def _inputs(given: dict[str, Any]) -> Inputs:
     tensors = {name: given[name] for name in names if name in given}
     check_tensors(**{name: t for name, t in tensors.items() if not is_quantized(t)})
     query, key, value, *offsets = tensors.values()
-    layout = given.get("layout", "bshd")
-    inputs = canonical_inputs(
-        query, key, value, *_score_tensors(given), layout=layout, generator=given["generator"]
-    )
+    inputs = canonical_inputs(query, key, value, *_score_tensors(given), generator=given["generator"])
+    check_layout(layout := given.get("layout", "bshd"))
+    if inputs.query_blocks is None:
+        inputs = in_layout(inputs, layout)
     seed = torch.zeros((), dtype=torch.int64, device=query.device)  # any: none is drawn
     return inputs._replace(**dict(zip(names[3:], offsets)), dropout_seed=seed)
 

@@ -15,7 +15,7 @@ from tilewise.cache.pages import PagedBatch
 from tilewise.cache.step import cached_step
 from tilewise.core.checks import check_known, check_tensors
 from tilewise.core.functions.call import MaskFunction, ScoreFunction, with_functions
-from tilewise.core.problem import Options
+from tilewise.core.problem import Options, in_layout
 from tilewise.core.statistics import Aux, Statistics
 from tilewise.varlen import read_length
 
@@ -83,14 +83,12 @@ def attention_statistics(
     check_tensors(query=query)
     scores = (mask, bias, alibi_slopes, sinks)
     lengths = (read_length("max_seqlen_q", max_seqlen_q), read_length("max_seqlen_k", max_seqlen_k))
-    options = Options(
-        causal, *window_bounds(window), softcap, 0.0, scale, False, *lengths, precision
-    )  # fmt: skip
+    options = Options(causal, *window_bounds(window), softcap, 0.0, scale, False, *lengths, precision)
     are_lengths_known, cached = False, None
+    check_layout(layout)
     if isinstance(key, KVCache | PagedKVCache):
         if cu_seqlens_q is not None or cu_seqlens_k is not None:
             raise ValueError("cu_seqlens_q and cu_seqlens_k must be None with a cache: it knows its lengths")
-        check_layout(layout)
         if layout == "bhsd" and query.ndim == 4:
             query = query.transpose(1, 2)
         step = cached_step(key, batch, query, None, None)
@@ -100,7 +98,7 @@ def attention_statistics(
         if batch is not None:
             raise ValueError("batch must be None without a PagedKVCache: it names sequences of one")
         check_tensors(key=key)
-        inputs = canonical_inputs(query, key, _no_values(key, backend), *scores, layout=layout)
+        inputs = in_layout(canonical_inputs(query, key, _no_values(key, backend), *scores), layout)
         inputs = inputs._replace(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
     inputs, options = with_functions(inputs, options, mask_mod, score_mod, block_mask, cached)
     _, _, found = statistics.attention(inputs, options, backend, aux, are_lengths_known)

@@ -12,7 +12,7 @@ from tilewise.api import canonical_inputs
 from tilewise.core.checks import check_flag, check_number, check_tensors, shown, window_bound
 from tilewise.core.problem import Inputs, Options
 from tilewise.faces import chunks
-from tilewise.faces.tokens import Tokens, counts_of
+from tilewise.faces.tokens import counts_of, tokens_of
 from tilewise.varlen import read_length
 
 
@@ -121,15 +121,14 @@ def attend_used(
 ) -> tuple[Tensor, Tensor]:
     """Pack the rows that count, attend, and put the results back in their rows."""
     query, key = inputs.query, inputs.key
-    rows_q = _used_rows("q", inputs.cu_seqlens_q, seqused_q, len(query))
-    rows_k = _used_rows("k", inputs.cu_seqlens_k, seqused_k, len(key))
-    used_q, used_k = rows_q.position, rows_k.position
+    used_q, starts_q = _used_rows("q", inputs.cu_seqlens_q, seqused_q, len(query))
+    used_k, starts_k = _used_rows("k", inputs.cu_seqlens_k, seqused_k, len(key))
     used = inputs._replace(
         query=query.index_select(0, used_q),
         key=key.index_select(0, used_k),
         value=inputs.value.index_select(0, used_k),
-        cu_seqlens_q=rows_q.cu_seqlens,
-        cu_seqlens_k=rows_k.cu_seqlens,
+        cu_seqlens_q=starts_q,
+        cu_seqlens_k=starts_k,
     )
     out, lse = chunks.attention(used, options, chunk)
     all_out = out.new_zeros(len(query), *out.shape[1:]).index_copy(0, used_q, out)
@@ -137,21 +136,22 @@ def attend_used(
     return all_out, all_lse
 
 
-def _used_rows(side: str, cu_seqlens: Tensor | None, seqused: Tensor | None, total: int) -> Tokens:
-    """The rows of the packed tensor that count: `counts[b]` of them from the first row of sequence b."""
+def _used_rows(
+    side: str, cu_seqlens: Tensor | None, seqused: Tensor | None, total: int
+) -> tuple[Tensor, Tensor]:
+    """The rows of the packed tensor that count, the first of each sequence, and the offsets of these."""
     assert cu_seqlens is not None
-    counts = counts_of(f"cu_seqlens_{side}", cu_seqlens, total)
-    first = [sum(counts[:n]) for n in range(len(counts))]
-    if seqused is None:
-        return Tokens(counts, first, cu_seqlens.device)
-    if not isinstance(seqused, Tensor) or tuple(seqused.shape) != (len(counts),):
-        raise ValueError(f"seqused_{side} must be a (batch,)=({len(counts)},) tensor")
-    if seqused.dtype not in (torch.int32, torch.int64):
-        raise TypeError(f"seqused_{side}.dtype={seqused.dtype} must be int32 or int64")
-    used = seqused.tolist()
+    used = counts = counts_of(f"cu_seqlens_{side}", cu_seqlens, total)
+    if seqused is not None:
+        if not isinstance(seqused, Tensor) or tuple(seqused.shape) != (len(counts),):
+            raise ValueError(f"seqused_{side} must be a (batch,)=({len(counts)},) tensor")
+        if seqused.dtype not in (torch.int32, torch.int64):
+            raise TypeError(f"seqused_{side}.dtype={seqused.dtype} must be int32 or int64")
+        used = seqused.tolist()
     for n, (count, length) in enumerate(zip(used, counts)):
         if not 0 <= count <= length:
             raise ValueError(
                 f"seqused_{side}[{n}]={count} must be between 0 and the sequence's length {length}"
             )
-    return Tokens(used, first, cu_seqlens.device)
+    sequence, offset, starts = tokens_of(used, cu_seqlens.device)
+    return cu_seqlens[sequence] + offset, starts

@@ -8,25 +8,13 @@ import torch
 from torch import Tensor
 
 
-class Tokens:
-    """Tokens of several sequences one after the other: `counts[b]` of them, from position `starts[b]`."""
-
-    def __init__(self, counts: list[int], starts: list[int], device: torch.device) -> None:
-        self.counts, self.starts = counts, starts
-        count = torch.tensor(counts, dtype=torch.int64, device=device)
-        self.sequence = torch.repeat_interleave(torch.arange(len(counts), device=device), count)  # (total,)
-        first = count.cumsum(0) - count
-        self.offset = torch.arange(len(self.sequence), device=device) - first[self.sequence]
-        self.cu_seqlens = torch.cat((count.new_zeros(1), count.cumsum(0)))
-
-    @property
-    def position(self) -> Tensor:
-        start = torch.tensor(self.starts, dtype=torch.int64, device=self.sequence.device)
-        return start[self.sequence] + self.offset
-
-    def place(self, table: Tensor, page_size: int) -> tuple[Tensor, Tensor]:
-        """The page and the row in it of every token."""
-        return table[self.sequence, self.position // page_size].long(), self.position % page_size
+def tokens_of(counts: list[int], device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Of sequences of so many tokens, one after the other: each token's sequence, and its place in that,
+    (total,) each; and the offsets (sequences + 1,)."""
+    count = torch.tensor(counts, dtype=torch.int64, device=device)
+    sequence = torch.repeat_interleave(torch.arange(len(counts), device=device), count)
+    cu_seqlens = torch.nn.functional.pad(count.cumsum(0), (1, 0))
+    return sequence, torch.arange(len(sequence), device=device) - cu_seqlens[sequence], cu_seqlens
 
 
 def gather_pages(
@@ -49,7 +37,8 @@ def gather_pages(
             f"{table_name}.shape={tuple(table.shape)} holds {capacity} tokens, not {max(counts)}"
         )
     check_pages(table_name, table, counts, cache_k)
-    place = Tokens(counts, [0] * len(counts), table.device).place(table, cache_k.shape[1])
+    sequence, offset, _ = tokens_of(counts, table.device)
+    place = table[sequence, offset // cache_k.shape[1]].long(), offset % cache_k.shape[1]
     return cache_k[place], cache_v[place]
 
 
