@@ -57,6 +57,7 @@ class Plan(Protocol):
         results: Results | None = None,
         dout: Tensor | None = None,
         dlse: Tensor | None = None,
+        /,
     ) -> Results | Watched | Gradients | Retry:
         """A forward takes inputs and gives `Results`, or `Watched` if its request names statistics; a
         backward takes all and gives `Gradients`.
@@ -74,12 +75,8 @@ class FunctionPlan:
     layout: str = "bshd"
 
     def run(
-        self,
-        inputs: Inputs,
-        results: Results | None = None,
-        dout: Tensor | None = None,
-        dlse: Tensor | None = None,
+        self, inputs: Inputs, results: Results | None = None, *gradients: Tensor | None
     ) -> Results | Watched | Gradients | Retry:
         if results is None:
             return self.function(self.problem, inputs)
-        return self.function(self.problem, inputs, results, dout, dlse)
+        return self.function(self.problem, inputs, results, *gradients)

@@ -213,23 +213,6 @@ def saved_for(problem: AttentionProblem, backend: str | None) -> Saves:
     return load(choose(backward, backend, is_backward=True)).saves(backward)  # type: ignore[no-any-return]
 
 
-def backward_plan(
-    inputs: Inputs,
-    results: Results,
-    dout: Tensor,
-    dlse: Tensor | None,
-    options: Options,
-    backend: str | None,
-    needs_bias_gradient: bool,
-    is_partial: bool = False,
-    layout: str = "bshd",
-) -> Entry:
-    """The plan of a backward. Raises as `forward_plan`, and if there is no gradient."""
-    threads = torch.get_num_threads()
-    call = (options, backend, NO_REQUEST, needs_bias_gradient, threads, layout, is_partial, None)
-    return find("backward", (*inputs, *results, dout, dlse), call, _make_backward)
-
-
 def _make_backward(signature: Signature) -> Entry:
     signature = as_bshd(signature)
     problem = describe_signature(signature)
@@ -303,8 +286,8 @@ class Transposed:
         dout: Tensor | None = None,
         dlse: Tensor | None = None,
     ) -> Results | Watched | Gradients | Retry:
-        if results is not None and results.out is not None and dout is not None:
-            results, dout = results._replace(out=results.out.transpose(1, 2)), dout.transpose(1, 2)
+        if results is not None and dout is not None:
+            results, dout = _transposed(results), dout.transpose(1, 2)
         found = self.plan.run(in_layout(inputs, self.layout), results, dout, dlse)
         if isinstance(found, Gradients):
             return in_layout(found, self.layout)
@@ -346,8 +329,11 @@ def differentiate(
 
     `is_partial`: the call has some of the keys only, and results are those of all: its share of the
     gradients.
+
+    Raises as `forward_plan`, and if there is no gradient.
     """
     dout = rows_dense(dout)  # that of a sum is one number, which no kernel reads in place
-    arguments = (dout, dlse, options, backend, needs_bias_gradient, is_partial, layout)
-    entry = backward_plan(inputs, results, *arguments)
+    threads = torch.get_num_threads()
+    call = (options, backend, NO_REQUEST, needs_bias_gradient, threads, layout, is_partial, None)
+    entry = find("backward", (*inputs, *results, dout, dlse), call, _make_backward)
     return run(entry, inputs, results, dout, dlse)  # type: ignore[no-any-return]

@@ -22,6 +22,7 @@ from tilewise.distributed.parts import (
     Extras,
     Origin,
     Part,
+    Shard,
     Totals,
     attend,
     differentiate,
@@ -55,6 +56,9 @@ class Work:
 
     def parts(self, step: Step, device: torch.device) -> tuple[Part, ...]:
         return parts_of(step, self.packs, device)
+
+    def shard(self, query: Tensor, extras: Extras) -> Shard:
+        return Shard(query, extras, self.options, self.backend, self.origin)
 
 
 def run(
@@ -92,8 +96,9 @@ class SequenceParallel(torch.autograd.Function):
         extras = Extras(*rest)
         dout = torch.zeros_like(out) if dout is None else dout
         needs_bias = extras.bias is not None and ctx.needs_input_grad[5]
-        backward = Backward(ctx.work, query, key, value, extras, needs_bias)
-        dq, dk, dv, dbias = backward.run((out, lse), dout, dlse)
+        shard = ctx.work.shard(query, extras)
+        backward = Backward(ctx.work, shard, key, value, (out, lse), dout, dlse, needs_bias)
+        dq, dk, dv, dbias = backward.run()
         dsinks = None
         if sinks is not None and ctx.needs_input_grad[-1]:
             delta = (dout.to(lse.dtype) * out).sum(-1).transpose(1, 2)
@@ -111,7 +116,7 @@ def _forward(
     work: Work, query: Tensor, key: Tensor, value: Tensor, extras: Extras, sinks: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """out, in query's dtype, and lse."""
-    steps = work.steps
+    steps, shard = work.steps, work.shard(query, extras)
     wire = work.wire(key, value, is_backward=False)
     total = Totals(query, value.shape[-1], has_lse=True)
     arriving = None
@@ -121,8 +126,7 @@ def _forward(
         if number + 1 < len(steps):
             wire.start([arriving := wire.bring_keys(number + 1)])
         for part in work.parts(step, query.device):
-            found = attend(part, query, key, value, extras, work.options, work.backend, work.origin)
-            total.add(part.block.q0, *found)
+            total.add(part.block.q0, *attend(part, shard, key, value))
     if sinks is not None:  # a key whose value is 0
         nothing = value.new_zeros(value.shape[-1]).expand(*query.shape[:-1], -1)
         total.add(0, nothing, sinks.to(total.wide)[:, None].expand(len(query), -1, query.shape[1]))
@@ -135,20 +139,25 @@ class Backward:
     """The gradients of one call on one rank."""
 
     def __init__(
-        self, work: Work, query: Tensor, key: Tensor, value: Tensor, extras: Extras, needs_bias: bool
+        self,
+        work: Work,
+        shard: Shard,
+        key: Tensor,
+        value: Tensor,
+        results: tuple[Tensor, Tensor],
+        dout: Tensor,
+        dlse: Tensor | None,
+        needs_bias: bool,
     ) -> None:
-        self.work, self.query, self.key, self.value, self.extras = work, query, key, value, extras
-        self.dquery = Totals(query, query.shape[-1])
+        self.work, self.shard, self.key, self.value = work, shard, key, value
+        self.given = results, dout, dlse, needs_bias
+        self.dquery = Totals(shard.query, shard.query.shape[-1])
         self.dkeys = Totals(key, key.shape[-1]), Totals(value, value.shape[-1])
-        bias = extras.bias
-        self.dbias = (
-            torch.zeros_like(bias, dtype=wide(query.dtype)) if bias is not None and needs_bias else None
-        )
+        bias, dtype = shard.extras.bias, wide(shard.query.dtype)
+        self.dbias = torch.zeros_like(bias, dtype=dtype) if bias is not None and needs_bias else None
         self.dcaptured: Tensor | None = None
 
-    def run(
-        self, results: tuple[Tensor, Tensor], dout: Tensor, dlse: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    def run(self) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """Gradients of query, key and value, and bias, each in its tensor's dtype."""
         work, steps = self.work, self.work.backward_steps
         wire = work.wire(self.key, self.value, is_backward=True)
@@ -164,8 +173,8 @@ class Backward:
                 started.append(arriving := wire.bring_keys(number + 1))
             if started:
                 wire.start(started)
-            for part in work.parts(step, self.query.device):
-                self._add(part, key, value, totals, results, dout, dlse)
+            for part in work.parts(step, key.device):
+                self._add(part, key, value, totals)
             if returning is not None:
                 returning.wait()
                 returning = None
@@ -173,28 +182,12 @@ class Backward:
                 theirs = _swapped(tuple(total.finish()[0] for total in totals))
                 returning = wire.return_gradients(number, theirs, self.dkeys)
                 del theirs, totals
-        bias, dbias = self.extras.bias, self.dbias
+        bias, dbias = self.shard.extras.bias, self.dbias
         dq, dk, dv = (total.finish()[0].contiguous() for total in (self.dquery, *self.dkeys))
-        return (
-            *(dq, dk, dv),
-            None if bias is None or dbias is None else dbias.to(bias.dtype),
-        )
+        return dq, dk, dv, None if bias is None or dbias is None else dbias.to(bias.dtype)
 
-    def _add(
-        self,
-        part: Part,
-        key: Tensor,
-        value: Tensor,
-        totals: tuple[Totals, Totals],
-        results: tuple[Tensor, Tensor],
-        dout: Tensor,
-        dlse: Tensor | None,
-    ) -> None:
-        work, block, needs_bias = self.work, part.block, self.dbias is not None
-        grads = differentiate(
-            part, self.query, key, value, self.extras, work.options, work.backend, work.origin,
-            results, dout, dlse, needs_bias,
-        )  # fmt: skip
+    def _add(self, part: Part, key: Tensor, value: Tensor, totals: tuple[Totals, Totals]) -> None:
+        block, grads = part.block, differentiate(part, self.shard, key, value, *self.given)
         self.dquery.add(block.q0, grads.query)
         for total, found in zip(totals, (grads.key, grads.value), strict=True):
             total.add(block.k0, found)

@@ -62,6 +62,16 @@ class Origin(NamedTuple):
         return document, block.row - start, block.column - start
 
 
+class Shard(NamedTuple):
+    """What all parts of a call have of a rank, but keys and values."""
+
+    query: Tensor  # (batch, tokens of the rank, heads, head_dim)
+    extras: Extras
+    options: Options  # its window is the schedule's
+    backend: str | None
+    origin: Origin  # what numbers functions and dropout count heads, queries and keys by
+
+
 class Packing(NamedTuple):
     """Several blocks in one packed call. Rows between them are sequences without keys, or without queries."""
 
@@ -118,39 +128,25 @@ def _packed(wave: Sequence[Block], device: Any) -> Part:
     return Part(first._replace(q1=last.q1, k1=last.k1), Packing(cu_q, cu_k, longest_q, longest_k))
 
 
-def attend(
-    part: Part,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    extras: Extras,
-    options: Options,
-    backend: str | None,
-    origin: Origin,
-) -> tuple[Tensor, Tensor]:
+def attend(part: Part, shard: Shard, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     """out (batch, q1 - q0, heads, head_dim_v) and lse (batch, heads, q1 - q0) of the part's keys alone.
 
-    query (batch, tokens of the rank, heads, head_dim); key, value (batch, keys of the step, KV heads, dim).
-    origin: what numbers functions and dropout count heads, queries and keys by.
+    key, value (batch, keys of the step, KV heads, dim).
     """
-    inputs, options = _call(part, query, key, value, extras, options, origin)
-    out, lse, _ = plans.attend(inputs, options, backend, Request(), are_values_known=True)
+    inputs, options = _call(part, shard, key, value)
+    out, lse, _ = plans.attend(inputs, options, shard.backend, Request(), are_values_known=True)
     assert out is not None and lse is not None
     if part.packing is not None:
         return out[None], lse[None]
-    distance = _row_distance(part.block, extras, lse)
+    distance = _row_distance(part.block, shard.extras, lse)
     return out, lse if distance is None else lse - distance
 
 
 def differentiate(
     part: Part,
-    query: Tensor,
+    shard: Shard,
     key: Tensor,
     value: Tensor,
-    extras: Extras,
-    options: Options,
-    backend: str | None,
-    origin: Origin,
     results: tuple[Tensor, Tensor],
     dout: Tensor,
     dlse: Tensor | None,
@@ -158,33 +154,26 @@ def differentiate(
 ) -> Gradients:
     """The part's share of the gradients: with out and lse of all keys the backward of some keys is exact."""
     block, (out, lse) = part.block, results
-    inputs, options = _call(part, query, key, value, extras, options, origin)
+    inputs, options = _call(part, shard, key, value)
     q0, q1 = block.q0, block.q1
     out, dout, lse = _tokens(out, q0, q1), _tokens(dout, q0, q1), _tokens(lse, q0, q1, 2)
     dlse = None if dlse is None else _tokens(dlse, q0, q1, 2)
     if part.packing is not None:
         out, dout, lse, dlse = out[0], dout[0], lse[0], None if dlse is None else dlse[0]
     else:
-        distance = _row_distance(block, extras, lse)
+        distance = _row_distance(block, shard.extras, lse)
         lse = lse if distance is None else lse + distance
     grads = plans.differentiate(
-        inputs, Results(out, lse), dout, dlse, options, backend, needs_bias_gradient, is_partial=True
+        inputs, Results(out, lse), dout, dlse, options, shard.backend, needs_bias_gradient, is_partial=True
     )
     if part.packing is not None:
         grads = Gradients(*(g[None] for g in grads[:3]))
     return grads
 
 
-def _call(
-    part: Part,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    extras: Extras,
-    options: Options,
-    origin: Origin,
-) -> tuple[Inputs, Options]:
+def _call(part: Part, shard: Shard, key: Tensor, value: Tensor) -> tuple[Inputs, Options]:
     block, packing = part.block, part.packing
+    query, extras, options, _, origin = shard
     q, k, v = (_tokens(query, block.q0, block.q1), *(_tokens(t, block.k0, block.k1) for t in (key, value)))
     options = _with_window(options, block.left, block.right)
     if packing is not None:
