@@ -66,7 +66,37 @@ class Rotary(NamedTuple):
     starts: Tensor  # (batch,) position of each sequence's first new token
 
 
-def query_layout(call: KVCacheCall) -> Layout:
+class Places(NamedTuple):
+    """Where a call's tokens lie, and stand: what its arguments say together."""
+
+    queries: Layout
+    new: Layout | None  # tokens that are appended
+    table: Tensor | None  # (batch, pages), see `_pages_of`
+    held: Tensor  # (batch,) tokens that the cache has
+    rotary: Rotary | None
+    is_local: bool  # queries have positions one after the other; otherwise all of them have the first one's
+
+
+def places_of(call: KVCacheCall, is_local: bool) -> Places:
+    """Those of a call whose tensors `check_tensors` has seen.
+
+    Values of lengths and indices are checked on the CPU, but for compiled code.
+
+    Raises:
+        ValueError, TypeError: an argument does not fit.
+    """
+    queries = _query_layout(call)
+    table = _pages_of(call, queries.batch)
+    capacity = call.k_cache.shape[1] * (1 if table is None else table.shape[1])
+    new = _new_layout(call, queries.batch)
+    held = _held_lengths(call, queries.batch, capacity)
+    at = Places(queries, new, table, held, _rotary_of(call, held), is_local)
+    if call.q.device.type == "cpu" and not torch.compiler.is_compiling():
+        _check_lengths(call, at, capacity)
+    return at
+
+
+def _query_layout(call: KVCacheCall) -> Layout:
     rank, shape = (4, "(batch, seqlen_q, heads, head_dim)")
     if call.cu_seqlens_q is not None:
         rank, shape = 3, "(total_q, heads, head_dim) with cu_seqlens_q"
@@ -85,7 +115,7 @@ def _layout(name: str, cu_seqlens: Tensor | None, x: Tensor) -> Layout:
     return Layout(len(cu_seqlens) - 1, len(x), cu_seqlens)
 
 
-def new_layout(call: KVCacheCall, batch: int) -> Layout | None:
+def _new_layout(call: KVCacheCall, batch: int) -> Layout | None:
     """The new tokens, after checking that k and v fit the caches."""
     if call.k is None or call.v is None:
         if (call.k is None) != (call.v is None):
@@ -125,7 +155,7 @@ def new_layout(call: KVCacheCall, batch: int) -> Layout | None:
     return layout
 
 
-def held_lengths(call: KVCacheCall, batch: int, capacity: int) -> Tensor:
+def _held_lengths(call: KVCacheCall, batch: int, capacity: int) -> Tensor:
     seqlens = call.cache_seqlens
     if isinstance(seqlens, Tensor):
         return _per_sequence("cache_seqlens", seqlens, batch)
@@ -135,7 +165,7 @@ def held_lengths(call: KVCacheCall, batch: int, capacity: int) -> Tensor:
     return torch.full((batch,), length, dtype=torch.int32, device=call.q.device)
 
 
-def pages_of(call: KVCacheCall, batch: int) -> Tensor | None:
+def _pages_of(call: KVCacheCall, batch: int) -> Tensor | None:
     """(batch, pages): the face's table; a column of cache rows for `cache_batch_idx`; None if row b is b."""
     table, index = call.page_table, call.cache_batch_idx
     if table is not None and (table.ndim != 2 or call.k_cache.shape[1] < 1):
@@ -213,19 +243,9 @@ def _per_sequence(name: str, t: Tensor, batch: int) -> Tensor:
     return t
 
 
-def check_lengths(
-    call: KVCacheCall,
-    queries: Layout,
-    new: Layout | None,
-    held: Tensor,
-    capacity: int,
-    table: Tensor | None,
-    is_local: bool,
-) -> None:
-    """What only the values of lengths and pages can tell.
-
-    is_local: queries have positions one after the other; otherwise all of them have the first one's.
-    """
+def _check_lengths(call: KVCacheCall, at: Places, capacity: int) -> None:
+    """What only the values of lengths and pages can tell."""
+    held, new = at.held, at.new
     added = held * 0 if new is None else held * 0 + new.counts()
     pads = [0] * len(held)
     if call.cache_leftpad is not None:
@@ -239,19 +259,19 @@ def check_lengths(
             )
         if not 0 <= pad <= h + a:
             raise ValueError(f"cache_leftpad[{i}]={pad} must be between 0 and the length {h + a}")
-    if call.page_table is not None and table is not None:
-        check_pages(call.table_name, table, (held + added).tolist(), call.k_cache)
+    if call.page_table is not None and at.table is not None:
+        check_pages(call.table_name, at.table, (held + added).tolist(), call.k_cache)
     if call.rotary_cos is not None:
         starts = held if call.rotary_seqlens is None else call.rotary_seqlens
-        turned = held * 0 + queries.counts()
-        counts = [added, turned if is_local else turned.clamp(max=1)]
+        turned = held * 0 + at.queries.counts()
+        counts = [added, turned if at.is_local else turned.clamp(max=1)]
         last = max((int((starts + count).max()) for count in counts if len(starts)), default=0) - 1
         first = int(starts.min()) if len(starts) else 0
         if first < 0 or last >= len(call.rotary_cos):
             raise ValueError(f"rotary_cos.shape[0]={len(call.rotary_cos)} must exceed position {last}")
 
 
-def rotary_of(call: KVCacheCall, held: Tensor) -> Rotary | None:
+def _rotary_of(call: KVCacheCall, held: Tensor) -> Rotary | None:
     cos, sin, starts = call.rotary_cos, call.rotary_sin, held
     if call.rotary_seqlens is not None:
         starts = _per_sequence("rotary_seqlens", call.rotary_seqlens, len(held))

@@ -22,18 +22,7 @@ from tilewise.core.values import check_values
 from tilewise.faces import chunks
 from tilewise.faces.flash_attn_call import with_qv
 from tilewise.faces.fp8 import FP8, to_fp8
-from tilewise.faces.kv_cache_arguments import (
-    KVCacheCall,
-    Layout,
-    Rotary,
-    check_lengths,
-    check_tensors,
-    held_lengths,
-    new_layout,
-    pages_of,
-    query_layout,
-    rotary_of,
-)
+from tilewise.faces.kv_cache_arguments import KVCacheCall, Places, Rotary, check_tensors, places_of
 from tilewise.gpu.launch.launch_plan import HAS_TRITON
 
 
@@ -52,19 +41,12 @@ def attention_with_kv_cache(call: KVCacheCall, options: Options) -> tuple[Tensor
     """
     call = _resolved(call)
     check_tensors(call)
-    queries = query_layout(call)
-    batch, device = queries.batch, call.q.device
-    table = pages_of(call, batch)
-    capacity = call.k_cache.shape[1] * (1 if table is None else table.shape[1])
-    new = new_layout(call, batch)
-    held = held_lengths(call, batch, capacity)
-    rotary = rotary_of(call, held)
-    if device.type == "cpu" and not torch.compiler.is_compiling():
-        check_lengths(call, queries, new, held, capacity, table, _is_local(call, options))
-    is_fused = new is not None and _is_fusible(call, options, queries, new, rotary, held)
+    at = places_of(call, _is_local(call, options))
+    held, new, rotary = at.held, at.new, at.rotary
+    is_fused = new is not None and _is_fusible(call, at)
     is_fp8 = call.descale.is_needed(call.q, call.k_cache, call.cu_seqlens_q)
     lengths = held if new is None else torch.empty_like(held) if is_fused else held + new.counts()
-    inputs = _inputs(call, table, lengths)
+    inputs = _inputs(call, at.table, lengths)
     if is_fp8:
         inputs = _eight_bit(call, inputs)
     whole = inputs if call.qv is None else _shaped_as_with_qv(call, inputs)
@@ -74,12 +56,9 @@ def attention_with_kv_cache(call: KVCacheCall, options: Options) -> tuple[Tensor
         check_values(describe(whole, options) if entry is None else entry.plan.problem, whole, options)
 
     if new is not None:
-        if is_fused:
-            query = _append_at_once(call, held, lengths, table, rotary)
-        else:
-            query = _append(call, options, queries, new, held, table, rotary)
+        query = _append_at_once(call, at, lengths) if is_fused else _append(call, at)
     elif rotary is not None:
-        query = _turned_query(call, options, queries, rotary)
+        query = _turned_query(call, at)
     if rotary is not None:
         query = call.descale.query(query, call.cu_seqlens_q) if is_fp8 else query
         inputs, entry = inputs._replace(query=query), None
@@ -126,50 +105,38 @@ def _shaped_as_with_qv(call: KVCacheCall, inputs: Inputs) -> Inputs:
     return inputs._replace(query=query, key=key)
 
 
-def _append_at_once(
-    call: KVCacheCall, held: Tensor, lengths: Tensor, table: Tensor | None, rotary: Rotary | None
-) -> Tensor:
+def _append_at_once(call: KVCacheCall, at: Places, lengths: Tensor) -> Tensor:
     """`_append` in one launch, which also writes the lengths with the new tokens."""
     from tilewise.gpu.triton.append import Tokens, append
 
     assert call.k is not None and call.v is not None
-    tables = None if rotary is None else (rotary.cos, rotary.sin, call.rotary_interleaved)
-    tokens = Tokens(None, None, held, table, lengths)
+    tables = None if at.rotary is None else (at.rotary.cos, at.rotary.sin, call.rotary_interleaved)
+    tokens = Tokens(None, None, at.held, at.table, lengths)
     return append(call.q, call.k, call.v, call.k_cache, call.v_cache, tokens, tables)
 
 
-def _append(
-    call: KVCacheCall,
-    options: Options,
-    queries: Layout,
-    new: Layout,
-    held: Tensor,
-    table: Tensor | None,
-    rotary: Rotary | None,
-) -> Tensor:
+def _append(call: KVCacheCall, at: Places) -> Tensor:
     """Rotate q and k by their positions, and write k and v; return q rotated, of 8 bits in float32."""
-    assert call.k is not None and call.v is not None
+    assert call.k is not None and call.v is not None and at.new is not None
     q, k = call.q, call.k
-    sequence, offset = new.offsets(q.device)
-    if rotary is not None:
-        k = _turn(call, k, rotary, sequence, offset)
+    sequence, offset = at.new.offsets(q.device)
+    if at.rotary is not None:
+        k = _turn(call, k, at.rotary, sequence, offset)
         k = to_fp8(k) if call.k.dtype == FP8 else k
-        q = _turned_query(call, options, queries, rotary)
-    position = held[sequence] + offset
-    entry, row = sequence, position
-    if table is not None:
-        entry, row = (
-            table[sequence, position // call.k_cache.shape[1]].long(),
-            position % call.k_cache.shape[1],
-        )
+        q = _turned_query(call, at)
+    entry = sequence
+    row, size = at.held[sequence] + offset, call.k_cache.shape[1]
+    if at.table is not None:
+        entry, row = at.table[sequence, row // size].long(), row % size
     call.k_cache[entry, row.long()] = k.flatten(0, -3)
     call.v_cache[entry, row.long()] = call.v.flatten(0, -3)
     return q
 
 
-def _turned_query(call: KVCacheCall, options: Options, queries: Layout, rotary: Rotary) -> Tensor:
-    sequence, offset = queries.offsets(call.q.device)
-    return _turn(call, call.q, rotary, sequence, offset if _is_local(call, options) else offset * 0)
+def _turned_query(call: KVCacheCall, at: Places) -> Tensor:
+    assert at.rotary is not None
+    sequence, offset = at.queries.offsets(call.q.device)
+    return _turn(call, call.q, at.rotary, sequence, offset if at.is_local else offset * 0)
 
 
 def _turn(call: KVCacheCall, x: Tensor, rotary: Rotary, sequence: Tensor, offset: Tensor) -> Tensor:
@@ -184,16 +151,13 @@ def _is_local(call: KVCacheCall, options: Options) -> bool:
     return options.causal or has_window or call.attention_chunk > 0
 
 
-def _is_fusible(
-    call: KVCacheCall, options: Options, queries: Layout, new: Layout, rotary: Rotary | None, held: Tensor
-) -> bool:
+def _is_fusible(call: KVCacheCall, at: Places) -> bool:
     """Whether one Triton kernel can rotate and write everything."""
-    assert call.k is not None and call.v is not None
+    queries, new, rotary = at.queries, at.new, at.rotary
+    assert call.k is not None and call.v is not None and new is not None
     if torch.compiler.is_compiling() or not (call.q.is_cuda and HAS_TRITON and new.total > 0):
         return False
-    if rotary is not None and not (
-        _is_local(call, options) and queries.total == new.total and rotary.starts is held
-    ):
+    if rotary is not None and not (at.is_local and queries.total == new.total and rotary.starts is at.held):
         return False
     tensors = (call.q, call.k, call.v)
     is_even = (
