@@ -33,6 +33,10 @@ def test_functions_of_a_call(pool, method, cu_seqlens):
     pool.run(2, CASES, "functions_in_context", method, cu_seqlens)
 
 
+def test_slopes_before_a_function(pool):
+    pool.run(2, CASES, "slopes_before_a_function_in_context")
+
+
 def test_dropout_is_that_of_one_device(pool):
     pool.run(2, CASES, "dropout_in_context")
 

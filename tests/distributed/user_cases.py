@@ -142,6 +142,17 @@ def functions_in_context(group, method, cu_seqlens):
         close(f, e, ("out", "dx", "dtable", "dslopes")[number])
 
 
+def slopes_before_a_function_in_context(group):
+    """A score function that is not a sum of what ALiBi has added to the scores."""
+    torch.manual_seed(9)
+    x, slopes = torch.randn(1, 37, 2, 8, dtype=torch.float64), torch.rand(2, dtype=torch.float64)
+    options = {"score_mod": lambda s, b, h, i, j: s.tanh(), "alibi_slopes": slopes, "causal": True}
+    exact, own = attention(x, x, x, **options), x.clone()
+    with context_parallel(group=group, buffers=[own], buffer_seq_dims=[1], method="ring"):
+        out = attention(own, own, own, **options)
+    close(unshard(out, group=group, seqlen=37), exact, "out")
+
+
 def dropout_in_context(group):
     """Two calls in a row, with the first rank's random state."""
     n, rank = 21, torch.distributed.get_rank(group)

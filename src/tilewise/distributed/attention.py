@@ -13,10 +13,7 @@ from torch import Tensor
 from tilewise.api import Window, canonical_inputs, draw_seed, to_bshd, window_bounds
 from tilewise.core.checks import check_flag, check_number, check_tensors, shown
 from tilewise.core.dropout import SQUARE
-from tilewise.core.functions.call import MaskFunction, ScoreFunction, is_learned, with_slopes
-from tilewise.core.functions.captured import check_indices, pack
-from tilewise.core.functions.options import as_options
-from tilewise.core.functions.trace import trace
+from tilewise.core.functions.call import Extent, MaskFunction, ScoreFunction, with_functions
 from tilewise.core.problem import Inputs, Options
 from tilewise.distributed import engine
 from tilewise.distributed.cost import choose as choose_method, sizes_of
@@ -146,8 +143,8 @@ def context_parallel_attention(
             causal, *window_bounds(window), softcap, dropout_p, scale, deterministic, None, None, precision
         )
         tokens = layout_of(ranks, balance, seqlen, cu_seqlens, q.shape[1])
-        if mask_mod is not None or score_mod is not None or is_learned(alibi_slopes):
-            inputs, options = _with_functions(inputs, options, tokens, cu_seqlens, mask_mod, score_mod)
+        whole = _extent(inputs, tokens, cu_seqlens is not None)
+        inputs, options = with_functions(inputs, options, mask_mod, score_mod, is_shard=True, whole=whole)
         return Call(inputs, options, tokens)
 
     where = Where(ranks, method, balance, seqlen, cu_seqlens is not None, inner, network, backend)
@@ -329,29 +326,8 @@ def _rules(options: Options, extras: Extras) -> Rules:
     return Rules(left, right, needs_tokens, extras.alibi_slopes is not None, multiple)
 
 
-def _with_functions(
-    inputs: Inputs,
-    options: Options,
-    tokens: Layout,
-    cu_seqlens: Any,
-    mask_mod: MaskFunction | None,
-    score_mod: ScoreFunction | None,
-) -> tuple[Inputs, Options]:
-    """As `core.functions.call.with_functions`, with indices of the whole sequence."""
-    query, slopes = inputs.query, inputs.alibi_slopes
-    batch, heads = query.shape[0] if cu_seqlens is None else len(tokens.starts) - 1, query.shape[2]
-    if slopes is not None and (score_mod is not None or is_learned(slopes)):
-        if tuple(slopes.shape) not in ((heads,), (batch, heads)):
-            raise ValueError(
-                f"alibi_slopes.shape={tuple(slopes.shape)} must be ({heads},) or ({batch}, {heads})"
-            )
-        score_mod, inputs = with_slopes(slopes, 0, score_mod), inputs._replace(alibi_slopes=None)
-    found = trace(mask_mod, score_mod, torch.is_grad_enabled(), query.device)
-    found, inputs, options = as_options(found, inputs, options, is_shard=True)
-    if not found.functions.roots:
-        return inputs, options
+def _extent(inputs: Inputs, tokens: Layout, is_packed: bool) -> Extent:
+    """What functions of the whole call count."""
+    batch, heads = len(tokens.starts) - 1 if is_packed else inputs.query.shape[0], inputs.query.shape[2]
     longest = max(b - a for a, b in itertools.pairwise(tokens.starts))
-    check_indices(found, (batch, heads, longest, longest))
-    floats, integers, layout = pack(found, query)
-    inputs = inputs._replace(captured_floats=floats, captured_integers=integers, captured_layout=layout)
-    return inputs, options._replace(functions=found.functions.text)
+    return batch, heads, longest, longest

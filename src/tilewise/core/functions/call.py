@@ -20,6 +20,9 @@ MaskFunction = Callable[[Any, Any, Any, Any], Any]
 ScoreFunction = Callable[[Any, Any, Any, Any, Any], Any]
 
 
+Extent = tuple[int, int, int, int]  # batch, heads, and the most queries and keys of a sequence
+
+
 class Cached(NamedTuple):
     """Where the queries of a cache's sequences stand."""
 
@@ -35,6 +38,7 @@ def with_functions(
     block_mask: Any = None,
     cached: Cached | None = None,
     is_shard: bool = False,
+    whole: Extent | None = None,
 ) -> tuple[Inputs, Options]:
     """Inputs and options with the functions' captured tensors and expression, or with options that say the
     same. Compiled code breaks here.
@@ -42,7 +46,9 @@ def with_functions(
     q_idx counts a cache's queries by their positions in the sequence, others from 0.
 
     Args:
-        is_shard: the call has some of a sequence's tokens, and its functions count all.
+        is_shard: the call has some of a sequence's tokens, and its functions count all. Slopes are then part
+            of the score function, as distances that a part of the keys is behind can't be taken from lse.
+        whole: of a shard, what its functions count, if that is known.
 
     Raises:
         TypeError, NotImplementedError, IndexError, ValueError: a function is none that can be traced, or the
@@ -52,7 +58,7 @@ def with_functions(
         return inputs, options
     # Only compiled code needs what keeps the compiler out, which imports the compiler.
     add = _added_uncompiled if torch.compiler.is_compiling() else _added
-    return add(inputs, options, mask_mod, score_mod, block_mask, cached, is_shard)
+    return add(inputs, options, mask_mod, score_mod, block_mask, cached, is_shard, whole)
 
 
 def is_learned(alibi_slopes: Any) -> bool:
@@ -62,14 +68,14 @@ def is_learned(alibi_slopes: Any) -> bool:
 
 def _added(
     inputs: Inputs, options: Options, mask_mod: MaskFunction | None, score_mod: ScoreFunction | None,
-    block_mask: Any, cached: Cached | None, is_shard: bool,
+    block_mask: Any, cached: Cached | None, is_shard: bool, whole: Extent | None,
 ) -> tuple[Inputs, Options]:  # fmt: skip
     check_tensors(query=inputs.query, key=inputs.key)
-    extent = _extent(inputs)
-    slopes = inputs.alibi_slopes
-    if slopes is not None and is_learned(slopes) and extent is not None:
-        shift = key_shift(inputs)
-        if shift is None or tuple(slopes.shape) not in ((extent[1],), extent[:2]):
+    extent, slopes = _extent(inputs), inputs.alibi_slopes
+    is_scored = is_learned(slopes) or (is_shard and score_mod is not None)
+    if slopes is not None and is_scored and extent is not None:
+        shift, (batch, heads, *_) = key_shift(inputs), whole or extent
+        if shift is None or tuple(getattr(slopes, "shape", ())) not in ((heads,), (batch, heads)):
             return inputs, options  # the checks say what is wrong
         score_mod, inputs = with_slopes(slopes, shift, score_mod), inputs._replace(alibi_slopes=None)
     if block_mask is not None and extent is not None:
@@ -84,7 +90,10 @@ def _added(
         if not found.functions.roots:
             return inputs, options
     buffers = pack(found, inputs.query)
-    functions = found.functions if extent is None or is_shard else check_indices(found, extent)
+    functions, known = found.functions, whole if is_shard else extent
+    if known is not None:
+        checked = check_indices(found, known)
+        functions = functions if is_shard else checked  # its parts are checked as they run
     floats, integers, layout = buffers
     inputs = inputs._replace(captured_floats=floats, captured_integers=integers, captured_layout=layout)
     return inputs, options._replace(functions=functions.text)
@@ -114,8 +123,8 @@ def with_slopes(slopes: Tensor, shift: int, score_mod: ScoreFunction | None) -> 
     return score
 
 
-def _extent(inputs: Inputs) -> tuple[int, int, int, int] | None:
-    """Batch, heads, and the most queries and keys of a sequence; None of shapes that the checks refuse."""
+def _extent(inputs: Inputs) -> Extent | None:
+    """None of shapes that the checks refuse."""
     query, key, starts, table = inputs.query, inputs.key, inputs.cu_seqlens_q, inputs.page_table
     if query.ndim != (4 if starts is None else 3) or key.ndim not in (3, 4):
         return None
