@@ -101,9 +101,8 @@ def attention(
         key, value = key[:, : query.shape[1]], value[:, : query.shape[1]]
         attn_mask = attn_mask if attn_mask is None else attn_mask[..., : query.shape[1]]
         is_causal, right = False, query.shape[1] - key.shape[1]
-    given = (query, key, value) if attn_mask is None else (query, key, value, attn_mask)
-    query, key, value, *rest = autocast(*given)
-    mask, bias = _mask_and_bias(rest[0] if rest else None)
+    query, key, value, attn_mask = autocast(query, key, value, attn_mask)
+    mask, bias = _mask_and_bias(attn_mask)
     return api.attention(
         query, key, value,
         causal=is_causal, window=(left, right), mask=mask, bias=bias, dropout_p=dropout_p, scale=scale,

@@ -80,7 +80,7 @@ def scaled_dot_product_attention(
             is_lower_right = _is_lower_right(attn_mask, query, key, is_causal)
             attn_mask, is_causal = None, True
         if is_any_autocast_enabled():
-            query, key, value, attn_mask = _cast(query, key, value, attn_mask)
+            query, key, value, attn_mask = autocast(query, key, value, attn_mask)
         if not (type(query) is type(key) is type(value) is Tensor):
             if is_jagged(query, key, value):
                 return jagged_attention(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
@@ -174,13 +174,6 @@ def _broadcast(
     return *(_match_groups(q, k, v) if enable_gqa else _match_heads(q, k, v)), leading
 
 
-def _cast(*tensors: Any) -> list[Any]:
-    """The arguments in autocast's dtype; what is no tensor is left to the checks."""
-    given = [t for t in tensors if isinstance(t, Tensor)]
-    cast = iter(autocast(*given) if given else ())
-    return [next(cast) if isinstance(t, Tensor) else t for t in tensors]
-
-
 def _four_dimensions(t: Tensor, leading: torch.Size) -> Tensor:
     """(leading batch, heads, seqlen, dim): a view where the strides allow it."""
     if t.ndim == 2:
@@ -220,13 +213,8 @@ def _match_groups(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tens
 def _mask_or_bias(
     attn_mask: Tensor, q: Tensor, k: Tensor, leading: torch.Size
 ) -> tuple[Tensor | None, Tensor | None]:
-    """(mask, None) or (None, bias), in four dimensions."""
-    flat = _flatten_mask(attn_mask, (*leading, q.shape[1], q.shape[2], k.shape[2]))
-    return (flat, None) if flat.dtype == torch.bool else (None, flat)
-
-
-def _flatten_mask(attn_mask: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """(leading batch or 1, heads or 1, seqlen_q or 1, seqlen_k or 1), of a mask broadcastable to shape."""
+    """(mask, None) or (None, bias), of (leading batch or 1, heads or 1, seqlen_q or 1, seqlen_k or 1)."""
+    shape = *leading, q.shape[1], q.shape[2], k.shape[2]
     if not isinstance(attn_mask, Tensor):
         raise TypeError(f"attn_mask={type(attn_mask).__name__} must be a torch.Tensor or None")
     check_tensors(attn_mask=attn_mask)
@@ -243,4 +231,5 @@ def _flatten_mask(attn_mask: Tensor, shape: tuple[int, ...]) -> Tensor:
     attn_mask, batch = attn_mask.reshape(padded), 1
     if any(size != 1 for size in padded[:-3]):
         attn_mask, batch = attn_mask.expand(*shape[:-3], *padded[-3:]), math.prod(shape[:-3])
-    return attn_mask.reshape(batch, *padded[-3:])
+    flat = attn_mask.reshape(batch, *padded[-3:])
+    return (flat, None) if flat.dtype == torch.bool else (None, flat)
