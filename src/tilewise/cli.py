@@ -55,21 +55,12 @@ def _app():  # type: ignore[no-untyped-def]
     from tilewise.lab.tune import tune
     from tilewise.lab.warmup import warmup
 
-    app.command()(demo)
-    app.command()(doctor)
-    app.command()(heads)
-    app.command()(learn)
-    app.command()(trace)
-    app.command()(fp8)
-    app.command()(pipeline)
-    app.command()(io)
-    app.command("roofline")(roofline_command)
-    app.command("kv-memory")(kv_memory_command)
-    app.command()(mask)
-    app.command()(distributed)
-    app.command()(claims)
-    app.command()(tune)
-    app.command()(warmup)
+    commands = (
+        demo, doctor, heads, learn, trace, fp8, pipeline, io, roofline_command, kv_memory_command, mask,
+        distributed, claims, tune, warmup,
+    )  # fmt: skip
+    for command in commands:
+        app.command(command.__name__.removesuffix("_command").replace("_", "-"))(command)
     app.add_typer(bench_app, name="bench")
     return app
 

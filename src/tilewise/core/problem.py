@@ -214,13 +214,19 @@ def describe(inputs: Inputs, options: Options) -> AttentionProblem:
         TypeError: an argument has a wrong dtype.
         NotImplementedError: a gradient that does not exist is asked for.
     """
+    return describe_tensors(seen(inputs), options, _is_value_in_key(inputs.key, inputs.value))
+
+
+def seen(inputs: Inputs) -> Any:
+    """`Inputs` of what the tensors show without their values, memory aside; it can be hashed."""
     grad_enabled = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
-    tensors = [
-        None if t is None
+    signatures: Any = (
+        t
+        if t is None
         else TensorSignature(t.shape, (), t.dtype, t.device, 0, grad_enabled and t.requires_grad)
         for t in inputs
-    ]  # fmt: skip
-    return describe_tensors(Inputs(*tensors), options, _is_value_in_key(inputs.key, inputs.value))  # type: ignore[arg-type]
+    )
+    return Inputs(*signatures)
 
 
 def describe_signature(signature: Signature) -> AttentionProblem:

@@ -15,8 +15,7 @@ from torch import Tensor
 from tilewise.core.checks import check_tensors
 from tilewise.core.device_errors import IS_DEBUG
 from tilewise.core.dropout import SQUARE
-from tilewise.core.problem import Inputs, Options, describe_tensors
-from tilewise.core.signature import TensorSignature
+from tilewise.core.problem import Inputs, Options, describe_tensors, seen
 from tilewise.dispatch.choice import choose
 from tilewise.distributed.cost import fits, sizes_of
 from tilewise.distributed.layout import Layout
@@ -85,21 +84,15 @@ def check_call(inputs: Inputs, options: Options, *call: Any) -> int:
     """
     named = zip(_GIVEN, (inputs.mask, inputs.bias, inputs.alibi_slopes, inputs.sinks), strict=True)
     check_tensors(**{name: t for name, t in named if t is not None})
-    grad_enabled = torch.is_grad_enabled()
-    seen = tuple([
-        None if t is None
-        else TensorSignature(t.shape, (), t.dtype, t.device, 0, grad_enabled and t.requires_grad)
-        for t in inputs
-    ])  # fmt: skip
     try:
-        return _checked(seen, options, *call)
+        return _checked(seen(inputs), options, *call)
     except TypeError:  # an option that cannot be hashed: the checks name it
-        return _checked.__wrapped__(seen, options, *call)
+        return _checked.__wrapped__(seen(inputs), options, *call)
 
 
 @functools.lru_cache(maxsize=512)
 def _checked(
-    seen: tuple[TensorSignature | None, ...],
+    inputs: Any,
     options: Options,
     tokens: Layout,
     is_packed: bool,
@@ -107,8 +100,7 @@ def _checked(
     method: str,
     inner: int | None,
 ) -> int:
-    """`check_call` of tensors that look like this."""
-    inputs: Any = Inputs(*seen)  # type: ignore[arg-type]
+    """`check_call` of what is `seen` of tensors."""
     _check(inputs, options, tokens, is_packed, backend)
     return _ulysses_degree(method, inner, tokens.world, inputs)
 

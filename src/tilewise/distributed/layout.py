@@ -306,24 +306,20 @@ def check_dim(dim: int, ndim: int) -> None:
         raise ValueError(f"dim={shown(dim)} must be a dimension of a tensor that has {ndim}")
 
 
-class Shards(NamedTuple):
-    """What a call takes instead of DTensors, and how its results become one."""
-
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    group: Any
-    seqlen: int
-    wrap: Callable[[Tensor, Tensor | None], tuple[Tensor, Tensor | None]]
-
-
 def is_dtensor(t: Any) -> bool:
     """Whether it is a DTensor; asking imports nothing."""
     return isinstance(t, Tensor) and hasattr(t, "placements") and hasattr(t, "to_local")
 
 
-def shards_of(query: Any, key: Any, value: Any, layout: str) -> Shards:
-    """The shards of query, key and value, which lie on one mesh alike. `layout` may be "packed".
+Wrap = Callable[[Tensor, Tensor | None], tuple[Tensor, Tensor | None]]
+
+
+def shards_of(query: Any, key: Any, value: Any, layout: str) -> tuple[Tensor, Tensor, Tensor, Any, int, Wrap]:
+    """What a call takes instead of DTensors that lie on one mesh alike. `layout` may be "packed".
+
+    Returns:
+        The shards of query, key and value, the group that shares the sequence, its length, and what makes
+        DTensors of out and lse.
 
     Raises:
         ValueError, TypeError: they are not all DTensors, are placed differently, or no mesh dimension shards
@@ -357,4 +353,4 @@ def shards_of(query: Any, key: Any, value: Any, layout: str) -> Shards:
         return placed(out, names), None if lse is None else placed(lse, LSE[layout])
 
     seqlen = query.shape[names.index("s")]
-    return Shards(query.to_local(), key.to_local(), value.to_local(), group, seqlen, wrap)
+    return query.to_local(), key.to_local(), value.to_local(), group, seqlen, wrap

@@ -39,12 +39,10 @@ from typing import Any, Never
 import torch
 from torch import Tensor
 
-from tilewise.api import canonical_inputs
 from tilewise.core.checks import check_flag, check_known, check_tensors
 from tilewise.core.merge import merge
-from tilewise.core.problem import Options
 from tilewise.faces import chunks, flash_attn_call
-from tilewise.faces.fp8 import Descale, as_bfloat16
+from tilewise.faces.fp8 import Descale
 from tilewise.faces.kv_cache_arguments import KVCacheCall
 from tilewise.faces.kv_cache_call import attention_with_kv_cache
 
@@ -140,7 +138,7 @@ def flash_attn_func(
         softmax_scale, causal, window_size, softcap, deterministic=deterministic
     )
     descale = Descale(q_descale, k_descale, v_descale)
-    return _attend(q, k, v, qv, descale, options, attention_chunk, return_attn_probs)
+    return flash_attn_call.attend(q, k, v, qv, descale, options, attention_chunk, return_attn_probs)
 
 
 def flash_attn_varlen_func(
@@ -194,45 +192,10 @@ def flash_attn_varlen_func(
         softmax_scale, causal, window_size, softcap, deterministic=deterministic,
         max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k,
     )  # fmt: skip
-    return _attend(
+    return flash_attn_call.attend(
         q, k, v, qv, Descale(q_descale, k_descale, v_descale), options, attention_chunk, return_attn_probs,
         (cu_seqlens_q, cu_seqlens_k), (seqused_q, seqused_k),
     )  # fmt: skip
-
-
-def _attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    qv: Tensor | None,
-    descale: Descale,
-    options: Options,
-    attention_chunk: int,
-    return_attn_probs: bool,
-    offsets: tuple[Tensor, ...] = (),
-    used: tuple[Tensor | None, Tensor | None] = (None, None),
-) -> WithLse:
-    """offsets: of packed queries and keys; used: how many rows of each sequence count."""
-    check_flag("return_attn_probs", return_attn_probs)
-    chunk = chunks.chunk_of(attention_chunk)
-    is_fp8, is_cut = descale.is_needed(q, k, *offsets[:1]), any(n is not None for n in used)
-    if qv is not None:
-        q, k = flash_attn_call.with_qv(q, qv, k, v)
-    blocks = None
-    if is_fp8 and chunk == 0 and not is_cut:
-        blocks = descale.in_blocks(q, k, v, options, *offsets)
-    if blocks is not None:
-        out, lse = chunks.attention(*blocks, chunk)
-    else:
-        if is_fp8:
-            q, k, v = descale.query(q, *offsets[:1]), as_bfloat16("k", k), as_bfloat16("v", v)
-        inputs = flash_attn_call.varlen_inputs(q, k, v, *offsets) if offsets else canonical_inputs(q, k, v)
-        if not is_cut:
-            out, lse = chunks.attention(inputs, options, chunk)
-        else:
-            out, lse = flash_attn_call.attend_used(inputs, options, chunk, *used)
-    out = descale.output(out, *offsets[:1]) if is_fp8 else out
-    return (out, lse) if return_attn_probs else out
 
 
 def flash_attn_with_kvcache(

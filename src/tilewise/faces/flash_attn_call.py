@@ -12,6 +12,7 @@ from tilewise.api import canonical_inputs
 from tilewise.core.checks import check_flag, check_number, check_tensors, shown, window_bound
 from tilewise.core.problem import Inputs, Options
 from tilewise.faces import chunks
+from tilewise.faces.fp8 import Descale, as_bfloat16
 from tilewise.faces.tokens import counts_of, tokens_of
 from tilewise.varlen import read_length
 
@@ -25,8 +26,8 @@ def options(
         ValueError: window_size is not two integers.
     """
     fits = isinstance(window_size, tuple | list) and len(window_size) == 2
-    if fits and any(isinstance(bound, Tensor) for bound in window_size):
-        window_size = tuple(_read_bound(bound) for bound in window_size)  # type: ignore[assignment]
+    if fits:
+        window_size = tuple(map(_read_bound, window_size))  # type: ignore[assignment]
     if not fits or not all(isinstance(bound, int | Integral) for bound in window_size):
         raise ValueError(
             f"window_size={shown(window_size)} must be (left, right), two integers, -1 for unbounded"
@@ -116,7 +117,47 @@ def with_qv(q: Tensor, qv: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor
     return torch.cat([q, qv], -1), torch.cat([k, v], -1)
 
 
-def attend_used(
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    qv: Tensor | None,
+    descale: Descale,
+    options: Options,
+    attention_chunk: int,
+    return_attn_probs: bool,
+    offsets: tuple[Tensor, ...] = (),
+    used: tuple[Tensor | None, Tensor | None] = (None, None),
+) -> Tensor | tuple[Tensor, Tensor]:
+    """The functions of FlashAttention-3, dense or packed.
+
+    Args:
+        offsets: of packed queries and keys.
+        used: how many rows of each packed sequence of queries and keys count.
+    """
+    check_flag("return_attn_probs", return_attn_probs)
+    chunk = chunks.chunk_of(attention_chunk)
+    is_fp8, is_cut = descale.is_needed(q, k, *offsets[:1]), any(n is not None for n in used)
+    if qv is not None:
+        q, k = with_qv(q, qv, k, v)
+    blocks = None
+    if is_fp8 and chunk == 0 and not is_cut:
+        blocks = descale.in_blocks(q, k, v, options, *offsets)
+    if blocks is not None:
+        out, lse = chunks.attention(*blocks, chunk)
+    else:
+        if is_fp8:
+            q, k, v = descale.query(q, *offsets[:1]), as_bfloat16("k", k), as_bfloat16("v", v)
+        inputs = varlen_inputs(q, k, v, *offsets) if offsets else canonical_inputs(q, k, v)
+        if not is_cut:
+            out, lse = chunks.attention(inputs, options, chunk)
+        else:
+            out, lse = _attend_used(inputs, options, chunk, *used)
+    out = descale.output(out, *offsets[:1]) if is_fp8 else out
+    return (out, lse) if return_attn_probs else out
+
+
+def _attend_used(
     inputs: Inputs, options: Options, chunk: int, seqused_q: Tensor | None, seqused_k: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Pack the rows that count, attend, and put the results back in their rows."""
