@@ -130,7 +130,7 @@ def context_parallel_attention(
         query, key, value, group, seqlen, wrap = shards_of(query, key, value, form)
         balance = balance or "contiguous"
     balance = balance or "zigzag"
-    inner, mesh = mesh_degree(mesh, method)
+    inner = mesh_degree(mesh, method)
     ranks = ranks_of(group, mesh) if inner is None else flat_ranks(mesh, group)
 
     def describe() -> Call:

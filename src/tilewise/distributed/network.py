@@ -99,11 +99,8 @@ def _measure(ranks: Ranks, dtype: torch.dtype, device: torch.device) -> Network:
 
 def _exchange_bytes(ranks: Ranks, message: torch.Tensor, targets: list[int], sources: list[int]) -> None:
     """A message to each target, and one from each source."""
-    sends, receives = (
-        [(peer, message) for peer in targets],
-        [(p, torch.empty_like(message)) for p in sources],
-    )
-    for work in ranks.exchange(sends, receives):
+    sends = [(peer, message) for peer in targets]
+    for work in ranks.exchange(sends, [(peer, torch.empty_like(message)) for peer in sources]):
         work.wait()
 
 

@@ -146,13 +146,13 @@ def ranks_of(group: Any = None, mesh: Any = None) -> Ranks:
     return Ranks(group, dist.get_rank(group), len(peers), peers)
 
 
-def mesh_degree(mesh: Any, method: str) -> tuple[int | None, Any]:
-    """(ranks that exchange heads, mesh) of a mesh of two dimensions; (None, mesh) of any other."""
+def mesh_degree(mesh: Any, method: str) -> int | None:
+    """The ranks that exchange heads, of a mesh of two dimensions; None of any other."""
     if getattr(mesh, "ndim", 1) != 2:
-        return None, mesh
+        return None
     if method not in ("2d", "auto"):
         raise ValueError(f"mesh.ndim=2 must be 1 for method={method!r}: (ring, ulysses) is for '2d'")
-    return int(mesh.size(1)), mesh
+    return int(mesh.size(1))
 
 
 def flat_ranks(mesh: Any, group: Any) -> Ranks:

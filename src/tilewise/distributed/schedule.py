@@ -184,20 +184,11 @@ def _distances(layout: Layout, rules: Rules) -> tuple[int, ...]:
     All ranks take the same steps, also those in which some have nothing to send: messages of two steps that
     came in another order on two ranks would wait for each other.
     """
-    everything = tuple(range(1, layout.world))
-    if _all_need_all(layout, rules):
+    world, everything = layout.world, tuple(range(1, layout.world))
+    if world > MOST_ASKED or (rules.left is None and len(layout.starts) == 2):  # all need keys of all
         return everything
-    return tuple(n for n in everything if any(_needed(layout, *pair, rules) for pair in _pairs(layout, n)))
-
-
-def _all_need_all(layout: Layout, rules: Rules) -> bool:
-    """Whether each rank needs keys of each other, or there are too many ranks to see."""
-    return layout.world > MOST_ASKED or (rules.left is None and len(layout.starts) == 2)
-
-
-def _pairs(layout: Layout, distance: int) -> list[tuple[int, int]]:
-    """All ranks, each with the one so far before it."""
-    return [(rank, (rank - distance) % layout.world) for rank in range(layout.world)]
+    ranks = range(world)
+    return tuple(n for n in everything if any(_needed(layout, r, (r - n) % world, rules) for r in ranks))
 
 
 def _visible(a: int, b: int, c: int, d: int, rules: Rules) -> tuple[int, int, int, int]:
