@@ -233,10 +233,8 @@ def test_dot_products_of_bfloat16_compile(name, target, triple, machine):
 @pytest.mark.sample(3)
 @pytest.mark.parametrize(("kind", "terms"), [("bf16", 1), ("f16", 2), ("f32", 3)])
 @pytest.mark.parametrize("name", ["forward", "backward"])
-@pytest.mark.parametrize(
-    "options", [{}, {"bias_kind": "f32", "has_mask": True, "row_scores": ("mask", "bias")}]
-)
-def test_amx_code_without_options_or_with_rows_of_them_compiles(name, kind, terms, options):
+@pytest.mark.parametrize("options", [{}, {"bias_kind": "f32", "has_mask": True}])
+def test_amx_code_with_and_without_options_compiles(name, kind, terms, options):
     xeon = kernels.Target("amx", 64, 8, "sapphirerapids", "-prefer-256-bit")
     ir_text, _ = build(name, Config(kind, 40, 64, 2, terms=terms, **options), xeon)
     code = kernels.generate(ir_text, xeon, triple="x86_64-unknown-linux-gnu")

@@ -24,7 +24,7 @@ POINTERS = (
 )  # fmt: skip
 FLOATS = ("q_factor", "softcap", "scale", "inverse_keep")
 TENSORS_BSHD = ("q", "k", "v", "out", "do", "dq", "dk", "dv")  # strides _b, _n, _h, in elements
-SCORE_TENSORS = ("mask", "bias", "dbias")  # strides _b, _h, _i, in elements; the last is 1
+SCORE_TENSORS = ("mask", "bias", "dbias")  # strides _b, _h, _i, _j, in elements; the last is 0 or 1
 INTEGERS = (
     "items", "chunks", "tiles", "num_heads", "num_kv_heads", "group", "left", "right", "span_stride",
     "own_heads", "shared_heads", "sharing", "owners", "sum_tiles",
@@ -37,7 +37,7 @@ INTEGERS = (
     "visits_b", "visits_h", "visits_i",
     "num_captured",  # floats: of each sum of "dcaptured", one for each head's split of keys
     *(f"{t}_{axis}" for t in TENSORS_BSHD for axis in "bnh"),
-    *(f"{t}_{axis}" for t in SCORE_TENSORS for axis in "bhi"),
+    *(f"{t}_{axis}" for t in SCORE_TENSORS for axis in "bhij"),
 )  # fmt: skip
 FIELDS = (*POINTERS, *FLOATS, *INTEGERS)
 COUNTER, SLOTS, FIRST = 0, 8, 16  # the shared counters have cache lines of their own
@@ -62,7 +62,6 @@ class Config:
     has_sinks: bool = False
     has_mask: bool = False
     bias_kind: str = ""
-    row_scores: tuple[str, ...] = ()  # "mask", "bias": those that have one entry a row, for all keys
     functions: str = ""  # mask and score functions: `core.functions.expression.Functions.text`
     dbias_kind: str = ""  # where the gradient of the bias is summed
     adds_dbias: bool = False  # its entries have several terms, of sequences, heads or queries

@@ -106,7 +106,7 @@ class BackwardPlan(CallPlan):
         if problem.bias_needs_grad:
             assert problem.bias_shape is not None
             dbias = torch.empty(problem.bias_shape, device="meta")
-            self.template.update(**axes("dbias", "bhi", broadcast_strides(dbias)))
+            self.template.update(**axes("dbias", "bhij", broadcast_strides(dbias)))
         self.lse_bytes = math.prod(lse_shape(problem, self.given.query)) * problem.compute_dtype.itemsize
 
     def writes_all_of_bias(self, visible: Visibility) -> bool:

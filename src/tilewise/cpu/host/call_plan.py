@@ -136,7 +136,7 @@ class CallPlan:
         for name, t in (("mask", inputs.mask), ("bias", inputs.bias)):
             if t is not None:
                 t = _last_dimension_dense(t)
-                block.update(**{name: t.data_ptr()}, **axes(name, "bhi", broadcast_strides(t)))
+                block.update(**{name: t.data_ptr()}, **axes(name, "bhij", broadcast_strides(t)))
                 kept.append(t)
         if inputs.alibi_slopes is not None:
             slopes = inputs.alibi_slopes.to(dtype).contiguous()
@@ -288,8 +288,8 @@ def allocator(shape: tuple[int, ...], dtype: torch.dtype, strides: tuple[int, ..
 
 
 def broadcast_strides(t: Tensor) -> list[int]:
-    """Of a mask, a bias or its gradient, but for the last dimension."""
-    return [0 if size == 1 else stride for size, stride in zip(t.shape[:3], t.stride())]
+    """Of a mask, a bias or its gradient."""
+    return [0 if size == 1 else stride for size, stride in zip(t.shape, t.stride())]
 
 
 def lse_shape(problem: AttentionProblem, query: TensorSignature) -> tuple[int, ...]:

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
-from torch import Tensor
 
 from tilewise.core.functions.expression import decode
 from tilewise.core.problem import AttentionProblem, Inputs
@@ -120,7 +119,6 @@ def _config(problem: AttentionProblem, inputs: Inputs, vectors: int, terms: int 
         has_sinks=problem.has_sinks,
         has_mask=problem.mask_shape is not None,
         bias_kind="" if inputs.bias is None else KINDS[inputs.bias.dtype],
-        row_scores=tuple(name for name in ("mask", "bias") if _is_of_rows(getattr(inputs, name))),
         functions="" if problem.functions is None else decode(problem.functions).without_gradients().text,
         has_dropout=problem.dropout_p > 0,
         is_partial=problem.is_partial,
@@ -128,8 +126,3 @@ def _config(problem: AttentionProblem, inputs: Inputs, vectors: int, terms: int 
         has_leftpad=problem.is_paged and problem.has_leftpad,
         terms=terms,
     )
-
-
-def _is_of_rows(t: Tensor | None) -> bool:
-    """Whether a mask or bias is broadcast over keys."""
-    return t is not None and t.shape[3] == 1

@@ -71,46 +71,32 @@ class Scores:
             def source(i: Scalar, name: str = name, kind: str = kind) -> Ptr:
                 return head.score_row(name, kind, q0 + i, j0)
 
-            if name in self.config.row_scores:
-                self._repeat(area, source, head.seqlen_q - q0, n)
-                continue
+            step = getattr(head.args, f"{name}_j")
             with either(getattr(head.args, f"{name}_i").equals(0)) as (one_row, own_rows):
                 with one_row:
-                    self._spread(area, source(0), n)
+                    self._spread(area, source(0), step, n)
                 with own_rows:
-                    self._turn(area, source, head.seqlen_q - q0, n)
+                    self._turn(area, source, step, head.seqlen_q - q0, n)
 
-    def _spread(self, area: Rows, row: Ptr, n: Value) -> None:
-        """area[j, :] = row[j]: all queries have the same row."""
+    def _spread(self, area: Rows, row: Ptr, step: Value, n: Value) -> None:
+        """area[j, :] = row[j step]: all queries have the same row."""
         shape = self.shape
         for j in loop(0, n):
-            x = splat(as_kind(row[j].load(), shape.kind), shape.lanes)
+            x = splat(as_kind(row[j * step].load(), shape.kind), shape.lanes)
             for c in shape.columns():
                 area[j, c].store(x)
 
-    def _repeat(self, area: Rows, source: Callable[[Scalar], Ptr], n_q: Value, n: Value) -> None:
-        """area[:, i] = source(i): all keys have the same number."""
-        shape = self.shape
-        assert self.by_query is not None
-        row = self.by_query.ptr
-        for i in loop(0, shape.block_q):
-            row[i].store(as_kind(source(minimum(i, n_q - 1)).load(), shape.kind))
-        for c in shape.columns():
-            x = row[c].load(shape.lanes)
-            for j in loop(0, n):
-                area[j, c].store(x)
-
-    def _turn(self, area: Rows, source: Callable[[Scalar], Ptr], n_q: Value, n: Value) -> None:
-        """area[j, i] = source(i)[j]."""
+    def _turn(self, area: Rows, source: Callable[[Scalar], Ptr], step: Value, n_q: Value, n: Value) -> None:
+        """area[j, i] = source(i)[j step]; a step is 1, or 0 where all keys have the same number."""
         shape, rows = self.shape, self.by_query
         assert rows is not None
         lanes = shape.lanes
-        with either(n < shape.block_k) as (part, whole):
+        with either((n < shape.block_k) | step.equals(0)) as (part, whole):
             with part:
                 for i in loop(0, shape.block_q):
                     row = source(minimum(i, n_q - 1))
                     for j in loop(0, n):
-                        rows[i, j].store(as_kind(row[j].load(), shape.kind))
+                        rows[i, j].store(as_kind(row[j * step].load(), shape.kind))
                 transpose_rows(shape, area, rows, shape.block_q, shape.block_k)
             with whole:
                 for i in loop(0, shape.block_q, lanes):
@@ -168,14 +154,11 @@ class Scores:
 
     def _is_unmasked(self, head: Head, q0: Scalar, queries: int, j0: Value, first: Scalar, n: Value) -> Value:
         """Whether the mask lets one of the queries see one of the keys j0 + [first, n)."""
-        found = Var(as_int(0))
+        found, step = Var(as_int(0)), head.args.mask_j
         for i in loop(0, minimum(queries, head.seqlen_q - q0)):
             with when(found.equals(0)):
                 row = head.score_row("mask", "u8", q0 + i, j0)
-                if "mask" in self.config.row_scores:
-                    found.set(row.load())
-                else:
-                    found.set(any_byte(row[first], n - first))
+                found.set(any_byte(row[first * step], select(step.equals(0), 1, n - first)))
         return found > 0
 
     def at(self, head: Head, q0: Scalar, j0: Value) -> TileScores:

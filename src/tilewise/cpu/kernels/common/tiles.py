@@ -286,10 +286,8 @@ class Head:
         """Where (query i, key j) stands in mask, bias or dbias."""
         args = self.args
         row = self.batch * getattr(args, f"{name}_b") + self.head * getattr(args, f"{name}_h")
-        row = row + getattr(args, f"{name}_i") * i
-        if name in self.shape.config.row_scores:
-            return args.ptr(name, kind)[row]
-        return args.ptr(name, kind)[row + self.k_row0 * args.score_k0 + j]
+        key = self.k_row0 * args.score_k0 + j
+        return args.ptr(name, kind)[row + getattr(args, f"{name}_i") * i + getattr(args, f"{name}_j") * key]
 
     def key_range(self, q0: Scalar, q1: Scalar) -> tuple[Value, Value]:
         """The keys [k0, k1) that at least one of the queries [q0, q1) may see."""
