@@ -44,7 +44,7 @@ class FloatFormat:
 LOG2_E = 1 / math.log(2)
 LN_2 = math.log(2)
 LN_2_LOW = 2.3190468138462996e-17  # what a float64 lacks of it
-FLOOR = 9  # of `vreduceps` and `vrndscaleps`: towards -inf, silently
+FLOOR = 9  # of `vreduceps`: towards -inf, silently
 SMALL = 0.625  # tanh of less is a polynomial
 AVX512_LANES = 16
 FLOAT32_DEGREE = 6  # of exp in full float32
@@ -91,29 +91,17 @@ def exp2(x: Operand, degree: int) -> Value:
     if x.type.count < AVX512_LANES:
         power, fraction = exp_parts(x, degree, unit=1.0)
         return fma(power, fraction, power)
-    return _scaled_power(_avx512("reduce", x, x, FLOOR), x, degree)  # f = x - floor(x)
-
-
-def exp_avx512(x: Operand, degree: int) -> Value:
-    """e^x likewise, in `degree` + 5: 2^(x / ln 2) would be as wrong as x / ln 2 is rounded."""
-    x = maximum(like(-1e4, x), x)  # -inf would be NaN; e^-104 would be 0, but slowly
-    y = x * LOG2_E
-    f = fma(x, like(LOG2_E, x), -_avx512("rndscale", y, y, FLOOR))
-    return _scaled_power(f, y, degree)
-
-
-def _scaled_power(f: Operand, x: Operand, degree: int) -> Value:
-    """2^f 2^floor(x). The polynomial meets 2^f at Chebyshev points that include both ends of [0, 1], so that
-    x to the left and right of an integer agree."""
+    # 2^f 2^floor(x). The polynomial meets 2^f at Chebyshev points that include both ends of [0, 1], so that
+    # x to the left and right of an integer agree.
+    f = _avx512("reduce", x, ir.Constant(I32, FLOOR))  # x - floor(x)
     series = horner(polynomial(lambda t: 2.0**t, 0.0, 1.0, degree), f)
-    return _avx512("scalef", series, x)
+    return _avx512("scalef", series, x.raw)
 
 
-def _avx512(name: str, x: Operand, y: Operand, *how: int) -> Value:
-    """An instruction for two vectors, or for one (given twice) in a way said by `how`."""
+def _avx512(name: str, x: Operand, y: ir.Value) -> Value:
+    """An instruction for two vectors, or for one in a way said by a number."""
     mask, current_rounding = ir.Constant(ir.IntType(x.type.count), -1), ir.Constant(I32, 4)
-    second = [ir.Constant(I32, n) for n in how] or [y.raw]
-    arguments = (x.raw, *second, like(0.0, x).raw, mask, current_rounding)
+    arguments = (x.raw, y, like(0.0, x).raw, mask, current_rounding)
     return Value(emitter().intrinsic(f"llvm.x86.avx512.mask.{name}.ps.512", x.type, *arguments))
 
 

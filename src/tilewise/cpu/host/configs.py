@@ -24,7 +24,6 @@ CUT = {torch.float32: 3, torch.float16: 2}  # terms of bfloat16, for products in
 CUT_FEWEST = {torch.float32: (209, 128, 24), torch.float16: (32, 32, 1)}
 FEW_HEADS, FEW_HEADS_QUERIES = 4, 2  # fewer want twice as many queries: many threads would cut the same keys
 DECODE_ROWS = 32  # at most: queries times the heads that share a key head
-SHORT_KEYS = 32  # at most
 BF16_TOO_SHORT = 16  # queries and keys: a backward of so few takes 0.4 to 0.8 of the time without
 
 
@@ -35,8 +34,6 @@ def is_decoding(problem: AttentionProblem, is_backward: bool = False) -> bool:
     if problem.functions is not None and (is_backward or problem.needs_grad):
         return False  # a backward has tiles, and its scores are to be the forward's to the last bit
     most = 12 if problem.seqlen_k < 512 else 16
-    if problem.seqlen_k <= SHORT_KEYS:  # tiles of queries, and more so tile registers, help the forward more
-        most = 6 if has_bf16_products(problem) else 8
     return 0 < problem.seqlen_q <= most and problem.seqlen_q * problem.group_size <= DECODE_ROWS
 
 

@@ -37,7 +37,7 @@ from tilewise.cpu.dsl.bf16_products import (
 from tilewise.cpu.dsl.control import loop, when
 from tilewise.cpu.dsl.lanes import any_lane
 from tilewise.cpu.dsl.memory import Ptr, Rows
-from tilewise.cpu.dsl.numerics import LN_2, LOG2_E, exp, exp2, exp_avx512
+from tilewise.cpu.dsl.numerics import LN_2, LOG2_E, exp, exp2
 from tilewise.cpu.dsl.vector import Operand, Scalar, Value, Var, absolute, as_int, fma, maximum, minimum
 from tilewise.cpu.kernels.common.scores import has_options
 from tilewise.cpu.kernels.common.tiles import (
@@ -319,7 +319,7 @@ class CutProducts(BFloat16Products):
                 _fold(out[r, v * lanes], total, correction[v : v + 1])
 
     def power(self, x: Operand) -> Value:
-        return exp_avx512(x, self.degree) if self.unit == 1.0 else exp2(x, self.degree)
+        return exp(x, self.degree) if self.unit == 1.0 else exp2(x, self.degree)
 
 
 def products_of(shape: Shape, args: Arguments, scratch: Scratch) -> Products:
