@@ -138,7 +138,7 @@ class BackwardKernel:
 
     def load_keys(self, head: Head, j0: Value, n: Value) -> None:
         shape, config, products = self.shape, self.config, self.products
-        count = (n + (products.height - 1)) & -products.height
+        count = round_up(n, products.height)
         products.take(self.k, head.key_rows("k", j0), n, count, config.head_dim)
         products.take(self.v, head.key_rows("v", j0), n, count, config.head_dim_v)
         products.flip(self.k_t, self.k, count)
@@ -180,7 +180,7 @@ class BackwardKernel:
         """q and do as the factors that they are; rowsum(do * out). How many rows, repeated ones included."""
         shape, products, dim = self.shape, self.products, self.config.head_dim_v
         n, step = head.seqlen_q - q0, products.step
-        count = (minimum(n, shape.block_q) + (step - 1)) & -step
+        count = round_up(minimum(n, shape.block_q), step)
         products.take_queries(self.q_t, self.q, head.query_rows("q", q0), n, count)
         products.take(self.do, head.query_rows("do", q0), n, count, dim)
         products.turn(self.do_t, self.do, count)

@@ -21,7 +21,7 @@ from tilewise.cpu.kernels.backward import BackwardKernel
 from tilewise.cpu.kernels.common.dropout import TileDropout
 from tilewise.cpu.kernels.common.products import DEGREES, at
 from tilewise.cpu.kernels.common.scores import Scores, TileScores
-from tilewise.cpu.kernels.common.tiles import INF, Head, KeyBlocks, Scratch, Shape
+from tilewise.cpu.kernels.common.tiles import INF, Head, KeyBlocks, Scratch, Shape, round_up
 
 
 class BFloat16BackwardKernel(BackwardKernel):
@@ -46,7 +46,7 @@ class BFloat16BackwardKernel(BackwardKernel):
         shape = self.shape
         q_begin, q_end = head.query_range(j0 + j, j0 + j + end)
         first = maximum(0, q_begin - q0) & -TILE
-        last = (minimum(q_end - q0, shape.block_q) + (TILE - 1)) & -TILE
+        last = round_up(minimum(q_end - q0, shape.block_q), TILE)
         for c in loop(first, last, TILE):
             k0, k1 = head.key_range(q0 + c, minimum(q0 + c + TILE, head.seqlen_q))
             a = maximum(0, k0 - (j0 + j)) & -TILE
@@ -64,7 +64,7 @@ class BFloat16BackwardKernel(BackwardKernel):
         self.scores.load(head, q0 + c, j0 + j, b)
         scores = self.scores.at(head, q0 + c, j0 + j)
         dropout = self.dropout.at(self.part, head, q0 + c, j0 + j) if self.dropout else None
-        for r in loop(a, (b + (TILE - 1)) & -TILE, TILE):
+        for r in loop(a, round_up(b, TILE), TILE):
             for sums, keys, queries, depth in (
                 (self.s_t, self.k, self.q_t, self.config.head_dim),
                 (self.dp_t, self.v, self.do_t, self.config.head_dim_v),
@@ -129,7 +129,7 @@ class BFloat16BackwardKernel(BackwardKernel):
     def hide_rest(self, c: Value, a: Value, b: Value, end: Value) -> None:
         """p = ds = 0 for the keys of [0, end) that the part at c does not see, though others do."""
         zero = self.shape.constant(0.0)
-        all_end, seen_end = ((x + (TILE - 1)) & -TILE for x in (end, b))
+        all_end, seen_end = (round_up(x, TILE) for x in (end, b))
         for start, stop in ((0, minimum(a, all_end)), (maximum(0, seen_end), all_end)):
             for r in loop(start, stop):
                 for rows in (*self.p, *self.ds):

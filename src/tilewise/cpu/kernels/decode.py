@@ -126,7 +126,7 @@ class DecodeKernel(SplitKernel):
             own, i = self.query_head(head, r), r % head.seqlen_q
             k0, k1 = (splat(int32(k), lanes) for k in own.key_range(i, i + 1))
             function = RowFunctions(self.functions, self.shape, own, i)
-            for j in loop(0, self.whole(block.n), lanes):
+            for j in loop(0, round_up(block.n, lanes), lanes):
                 key = splat(int32(block.j0 + j), lanes) + iota(lanes)
                 visible = function.visible(key, (key >= k0) & (key < k1))
                 ones = select(visible, self.shape.constant(1.0), 0.0)
@@ -235,7 +235,7 @@ class DecodeKernel(SplitKernel):
         largest, function = Var(m), None
         if self.functions is not None and self.functions.score is not None:
             function = RowFunctions(self.functions, self.shape, head, i)
-        for j in loop(0, self.whole(block.n), lanes):
+        for j in loop(0, round_up(block.n, lanes), lanes):
             key = splat(int32(block.j0 + j), lanes) + iota(lanes)
             distance = key - splat(int32(i + head.offset), lanes)
             s, _ = self.with_options(self.p[r, j].load(lanes), distance, self.slope_of(head))

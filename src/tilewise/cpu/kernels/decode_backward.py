@@ -179,7 +179,7 @@ class DecodeBackwardKernel(DecodeKernel):
         statistics = (self.lse, self.factor, self.delta)
         lse, factor, delta = (area[r, 0].load(shape.lanes) for area in statistics)
         p_sum, ds_sum = (Var(shape.constant(0.0)) for _ in range(2))
-        for j in loop(0, self.whole(block.n), shape.lanes):
+        for j in loop(0, round_up(block.n, shape.lanes), shape.lanes):
             key = splat(int32(j), shape.lanes) + iota(shape.lanes)
             is_visible = (key >= begin) & (key < end)
             distance = key - splat(int32(i + own.offset - block.j0), shape.lanes)
@@ -197,7 +197,7 @@ class DecodeBackwardKernel(DecodeKernel):
             with when((k0 >= block.j0) & (k1 <= block.j0 + block.n)):
                 self.balance(own, i, r, keys, across(p_sum, add), across(ds_sum, add))
         if self.config.has_softcap:
-            for j in loop(0, self.whole(block.n), shape.lanes):
+            for j in loop(0, round_up(block.n, shape.lanes), shape.lanes):
                 ds = self.dp[r, j].load(shape.lanes)
                 self.dp[r, j].store(ds * self.cap_slope[0, j].load(shape.lanes))
 

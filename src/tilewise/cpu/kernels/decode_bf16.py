@@ -193,7 +193,7 @@ class AmxDecodeKernel(SplitKernel):
             m = self.m[part, 0].load(lanes)
             m_finite = select(m.equals(-INF), 0.0, m)  # exp(-inf - -inf) would be NaN
             l = Var(self.l[part, 0].load(lanes))
-            for j in loop(0, self.whole(block.n), ROWS):
+            for j in loop(0, round_up(block.n, self.shape.lanes), ROWS):
                 self.ask(part, 1, j)
                 scores = [s.load(lanes) - m_finite for s in self.vectors_of(s_t, j)]
                 p = [exp2(s * LOG2_E, DEGREE) for s in scores]
@@ -241,7 +241,7 @@ class AmxDecodeKernel(SplitKernel):
         first, last = position - int32(args.left), position + int32(args.right)
         last = minimum(last, splat(int32(head.seqlen_k - 1), lanes))
         largest = Var(m)
-        for j in loop(0, self.whole(block.n), ROWS):
+        for j in loop(0, round_up(block.n, self.shape.lanes), ROWS):
             self.ask(part, 0, j)
             scores = []
             for x, cell in enumerate(self.vectors_of(self.s_t[part], j)):
@@ -258,8 +258,8 @@ class AmxDecodeKernel(SplitKernel):
         """acc += w v, of v as it lies but for its last few rows, or of a copy."""
         row, dim, pad = head.key_rows("v", block.j0), self.config.head_dim_v, self.shape.pad_v
         if not self.lies_in_rows or dim % TILE:
-            copy_rows(self.v, row, block.n, self.whole(block.n), dim)
-            v, n = self.v, self.whole(block.n)
+            copy_rows(self.v, row, block.n, round_up(block.n, self.shape.lanes), dim)
+            v, n = self.v, round_up(block.n, self.shape.lanes)
         else:
             v, n = Rows(row(as_int(0)).as_kind("i16"), self.args.v_n), block.n & -ROWS
             with when(n < block.n):

@@ -27,7 +27,7 @@ in its item nor on which thread computes it.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from tilewise.cpu.dsl.control import claim, loop, when
 from tilewise.cpu.dsl.memory import Ptr
@@ -84,6 +84,7 @@ class ForwardKernel:
 
     # Of large heads in bfloat16 acc comes and goes less often; of small ones P and s_t stay in L1.
     key_blocks: KeyBlocks = (128, 128), (128, 256), (64, 128), (64, 256)
+    make_tile: Any = Tile
 
     def __init__(self, shape: Shape, args: Arguments) -> None:
         self.shape, self.args = shape, args
@@ -93,14 +94,13 @@ class ForwardKernel:
         self.sharing = SHARING[min(shape.config.terms, 2)]
         self.scratch = scratch = Scratch(shape, args.thread_scratch())
         self.products = products_of(shape, args, scratch)
+        self.q = self.products.left(scratch, shape.block_q, shape.pad)
         self.reserve(scratch)
-        self.rows = scratch.rows(round_up(shape.block_q, shape.rows), shape.pad_v)  # out leaving
-        self.residual = scratch.rows(1, shape.block_q)
         self.scores = Scores(shape, scratch)
         self.scale, self.rest = self.products.scales(self.scores.has_options)
         self.dropout = Dropout(shape, args) if shape.config.has_dropout else None
         self.narrow = narrowed(self, 2) if shape.vectors == 3 else None
-        self.tile_bytes = Tile(self.products, shape, scratch.base, 0).scratch.bytes
+        self.tile_bytes = self.make_tile(self.products, shape, scratch.base, 0).scratch.bytes
 
     def facts(self) -> dict[str, int]:
         return {
@@ -110,7 +110,7 @@ class ForwardKernel:
         }
 
     def reserve(self, scratch: Scratch) -> None:
-        """Room for the keys that are converted together, and for one block's weights."""
+        """Room for the keys that are converted together, one block's weights, and what leaves."""
         shape, products, blocks = self.shape, self.products, 1
         if share := self.sharing.l2_share:
             key_bytes = 2 * shape.config.terms * (shape.pad + shape.pad_v)
@@ -120,21 +120,35 @@ class ForwardKernel:
         self.v_t = products.left_t(scratch, blocks * shape.pad_v, shape.block_k)
         self.s_t = scratch.rows(shape.block_k, shape.block_q)
         self.p_t = products.over(self.s_t, scratch, shape.block_k)
-        self.q = products.left(scratch, shape.block_q, shape.pad)
+        self.rows = scratch.rows(round_up(shape.block_q, shape.rows), shape.pad_v)  # out leaving
+        self.residual = scratch.rows(1, shape.block_q)
 
     def run(self) -> None:
         with self.products.registers(self.scratch):
             self.visit_items()
 
     def visit_items(self) -> None:
-        args, block_q, load_k = self.args, self.shape.block_q, self.load_k
+        args = self.args
         heads = args.items // args.chunks
         for item in claim(args.counter, args.items):
             batch_head, chunk = item % heads, args.chunks - 1 - item // heads  # longest first
-            head = Head(self.shape, args, batch_head // args.num_heads, batch_head % args.num_heads)
-            q0 = chunk * args.tiles * block_q
-            q1 = minimum(head.seqlen_q, q0 + args.tiles * block_q)
-            tiles = (maximum(0, q1 - q0) + (block_q - 1)) // block_q
+            self.visit(self.head_of(batch_head), *self.queries(chunk))
+
+    def head_of(self, batch_head: Value) -> Head:
+        args = self.args
+        return Head(self.shape, args, batch_head // args.num_heads, batch_head % args.num_heads)
+
+    def queries(self, chunk: Value) -> tuple[Value, Value]:
+        """Those of a chunk of `tiles` tiles, which a sequence may be too short for."""
+        rows = self.args.tiles * self.shape.block_q
+        return chunk * rows, (chunk + 1) * rows
+
+    def visit(self, head: Head, q0: Value, q1: Value) -> None:
+        """The queries [q0, q1) that there are: some tiles, of which q0 starts one."""
+        block_q, load_k = self.shape.block_q, self.load_k
+        q1 = minimum(head.seqlen_q, q1)
+        with when(q0 < q1):
+            tiles = (q1 - q0 + (block_q - 1)) // block_q
             for t in loop(0, tiles):
                 self.start(head, self.tile(q0, t))
             k0, k1 = head.key_range(q0, q1)
@@ -146,8 +160,12 @@ class ForwardKernel:
                         tile = self.tile(q0, t)
                         for kernel in fitting(self, head, tile.q0):
                             kernel.attend(head, tile, j0)
+                    self.leave_keys(head, j0, n)
             for t in loop(0, tiles):
                 self.finish(head, self.tile(q0, t))
+
+    def leave_keys(self, head: Head, j0: Value, n: Value) -> None:
+        """What is to be done when all tiles have seen the keys j0 + [0, n)."""
 
     def visible(self, head: Head, q0: Value, tiles: Value, j0: Value, n: Value) -> Value:
         """How many of the keys j0 + [0, n) to bring for an item's tiles: 0 if all are hidden from all."""
@@ -159,14 +177,14 @@ class ForwardKernel:
             last.set(select(begin < end, maximum(last, end), last))
         return Value(last.raw)
 
-    def tile(self, q0: Value, t: Value) -> Tile:
+    def tile(self, q0: Value, t: Value) -> Any:
         base = self.scratch.base[self.scratch.bytes][t * self.tile_bytes]
-        return Tile(self.products, self.shape, base, q0 + t * self.shape.block_q)
+        return self.make_tile(self.products, self.shape, base, q0 + t * self.shape.block_q)
 
     def start(self, head: Head, tile: Tile) -> None:
         """q_t; m, l, acc = -inf, 0, 0, or the state after the sink."""
-        shape, source = self.shape, head.query_rows("q", tile.q0)
-        self.products.take_queries(tile.q_t, self.q, source, head.seqlen_q - tile.q0, shape.block_q)
+        shape = self.shape
+        self.load_queries(head, tile)
         for c in shape.columns():
             tile.m[0, c].store(head.sink() if shape.config.has_sinks else shape.constant(-INF))
             tile.l[0, c].store(shape.constant(1.0 if shape.config.has_sinks else 0.0))
@@ -176,14 +194,17 @@ class ForwardKernel:
             for c in shape.columns():
                 tile.acc_t[d, c].store(shape.constant(0.0))
 
+    def load_queries(self, head: Head, tile: Any) -> None:
+        source, n = head.query_rows("q", tile.q0), head.seqlen_q - tile.q0
+        self.products.take_queries(tile.q_t, self.q, source, n, self.shape.block_q)
+
     def load_keys(self, head: Head, j0: Value, n: Value) -> None:
         """k and v^T, block by block, of the keys j0 + [0, n)."""
-        shape, config, height = self.shape, self.shape.config, self.products.height
-        count = (n + (height - 1)) & -height
-        self.products.take(self.k, head.key_rows("k", j0), n, count, config.head_dim)
+        shape, count = self.shape, round_up(n, self.products.height)
+        self.products.take(self.k, head.key_rows("k", j0), n, count, shape.config.head_dim)
         for j in self.blocks(0, n):
             rest = minimum(n - j, shape.block_k)
-            self.products.take_t(self.values(j), head.key_rows("v", j0 + j), rest, config.head_dim_v)
+            self.products.take_t(self.values(j), head.key_rows("v", j0 + j), rest, shape.config.head_dim_v)
 
     def blocks(self, first: Scalar, last: Scalar) -> Iterable[Scalar]:
         """Where the blocks start, of those that are converted together, between two keys of them."""
@@ -245,7 +266,7 @@ class ForwardKernel:
         """
         shape, products = self.shape, self.products
         l, e = self.new_sums()
-        for j in loop(first, (n + (products.height - 1)) & -products.height, GROUP):  # beyond n: p = 0
+        for j in loop(first, round_up(n, products.height), GROUP):  # beyond n: p = 0
             kept = dropout and dropout.kept(j, GROUP)
             for v, c in enumerate(shape.columns()):
                 s = [self.s_t.at(j, c)[r, 0].load(shape.lanes) for r in range(GROUP)]

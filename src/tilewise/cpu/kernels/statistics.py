@@ -18,107 +18,69 @@ caller adds up: no atomics, and the same bits each time on as many threads. `sta
 
 from __future__ import annotations
 
-from tilewise.cpu.dsl.control import claim, loop, when
+from tilewise.cpu.dsl.control import claim, loop
 from tilewise.cpu.dsl.numerics import FLOAT32_DEGREE
-from tilewise.cpu.dsl.vector import Value, maximum, minimum
-from tilewise.cpu.kernels.common.products import products_of
-from tilewise.cpu.kernels.common.scores import Scores
+from tilewise.cpu.dsl.vector import Scalar, Value, maximum
 from tilewise.cpu.kernels.common.statistics_sums import Sums, Tile
-from tilewise.cpu.kernels.common.tiles import (
-    Arguments,
-    Head,
-    KeyBlocks,
-    Scratch,
-    Shape,
-    fitting,
-    narrowed,
-)
+from tilewise.cpu.kernels.common.tiles import Arguments, Head, KeyBlocks, Scratch, Shape, round_up
+from tilewise.cpu.kernels.forward import ForwardKernel
 
 
-class StatisticsKernel:
-    """The kernel's steps, in the order in which they run."""
+class StatisticsKernel(ForwardKernel):
+    """The steps that differ from the forward's, in the order in which they run."""
 
     key_blocks: KeyBlocks = ((128, 128),)
+    make_tile = Tile
 
     def __init__(self, shape: Shape, args: Arguments) -> None:
         shape.exp_degree = max(shape.exp_degree, FLOAT32_DEGREE)  # of 16-bit inputs too: weights stay float32
-        self.shape, self.args, self.wanted = shape, args, set(shape.config.statistics)
-        self.scratch = scratch = Scratch(shape, args.thread_scratch())
-        self.products = products = products_of(shape, args, scratch)
-        self.k = products.left(scratch, shape.block_k, shape.pad)
-        self.q = products.left(scratch, shape.block_q, shape.pad)
-        self.sums = Sums(shape, args, scratch)
-        self.scores = Scores(shape, scratch)
-        self.narrow = narrowed(self, 2) if shape.vectors == 3 else None
-        self.tile_bytes = Tile(products, shape, scratch.base, 0).scratch.bytes
+        self.wanted = set(shape.config.statistics)
+        super().__init__(shape, args)
 
-    def facts(self) -> dict[str, int]:
-        return {"tile_bytes": self.tile_bytes}
+    def reserve(self, scratch: Scratch) -> None:
+        self.load_k = self.shape.block_k
+        self.k = self.products.left(scratch, self.load_k, self.shape.pad)
+        self.sums = Sums(self.shape, self.args, scratch)
 
-    def run(self) -> None:
+    def visit_items(self) -> None:
         args = self.args
-        with self.products.registers(self.scratch):
-            for item in claim(args.counter, args.items):
-                batch_head, part = item // args.splits, item % args.splits
-                head = Head(self.shape, args, batch_head // args.num_heads, batch_head % args.num_heads)
-                for before in loop(part, args.chunks, args.splits):
-                    self.visit(head, part, args.chunks - 1 - before)  # late queries may see most: first
+        for item in claim(args.counter, args.items):
+            head, self.sums.part = self.head_of(item // args.splits), item % args.splits
+            for before in loop(self.sums.part, args.chunks, args.splits):
+                self.sums.chunk = args.chunks - 1 - before  # late queries may see most: first
+                q0, q1 = self.queries(self.sums.chunk)
+                unasked = maximum(0, head.seqlen_q - args.visited_rows - q0) // self.shape.block_q
+                self.visit(head, q0 + unasked * self.shape.block_q, q1)
 
-    def visit(self, head: Head, part: Value, chunk: Value) -> None:
-        """A chunk of queries, but for tiles that nothing is asked about."""
-        shape, args, block_q = self.shape, self.args, self.shape.block_q
-        q0 = chunk * args.tiles * block_q
-        skipped = maximum(0, head.seqlen_q - args.visited_rows - q0) // block_q
-        q1 = minimum(head.seqlen_q, q0 + args.tiles * block_q)
-        q0 = q0 + skipped * block_q
-        tiles = (maximum(0, q1 - q0) + (block_q - 1)) // block_q
-        for t in loop(0, tiles):
-            tile = self.tile(q0, t)
-            source, n = head.query_rows("q", tile.q0), head.seqlen_q - tile.q0
-            self.products.take_queries(tile.q_t, self.q, source, n, block_q)
-            self.sums.start(head, tile)
-        k0, k1 = head.key_range(q0, q1)
-        with when(q0 < q1):
-            for j0 in loop(k0 & -shape.block_k, k1, shape.block_k):
-                n = minimum(k1 - j0, shape.block_k)
-                self.load_keys(head, j0, n)
-                self.sums.clear_columns()
-                for t in loop(0, tiles):
-                    tile = self.tile(q0, t)
-                    for kernel in fitting(self, head, tile.q0):
-                        kernel.reduce(head, tile, chunk, j0)
-                if "column_sum" in self.wanted:
-                    self.sums.add_columns(head, part, j0, n)
-        for t in loop(0, tiles):
-            self.sums.finish(head, self.tile(q0, t))
-
-    def tile(self, q0: Value, t: Value) -> Tile:
-        base = self.scratch.base[self.scratch.bytes][t * self.tile_bytes]
-        return Tile(self.products, self.shape, base, q0 + t * self.shape.block_q)
+    def start(self, head: Head, tile: Tile) -> None:
+        self.load_queries(head, tile)
+        self.sums.start(head, tile)
 
     def load_keys(self, head: Head, j0: Value, n: Value) -> None:
-        height = self.products.height
-        count = (n + (height - 1)) & -height
-        self.products.take(self.k, head.key_rows("k", j0), n, count, self.shape.config.head_dim)
+        products, source = self.products, head.key_rows("k", j0)
+        products.take(self.k, source, n, round_up(n, products.height), self.shape.config.head_dim)
+        self.sums.clear_columns()
 
-    def reduce(self, head: Head, tile: Tile, chunk: Value, j0: Value) -> None:
-        """Take the keys of one block that the tile can see into its statistics."""
-        shape, sums = self.shape, self.sums.narrowed(self.shape)
-        k0, k1 = head.key_range(tile.q0, minimum(tile.q0 + shape.block_q, head.seqlen_q))
-        first, n = maximum(0, k0 - j0) & -self.products.height, minimum(k1 - j0, shape.block_k)
-        first, n = self.scores.visible(head, tile.q0, shape.block_q, j0, first, n)
-        with when(first < n):
-            self.scores.load(head, tile.q0, j0, n)
-            scores = self.scores.at(head, tile.q0, j0)
-            products = self.products
-            highest = scores.of_keys(products, self.k, tile.q_t, sums.p_t, (first, n), products.scale)
-            if "row_max" in self.wanted:
-                for x, c in zip(highest, shape.columns()):
-                    cell = tile.found["row_max"][0, c]
-                    cell.store(maximum(cell.load(shape.lanes), x))
-            if "top_k" in self.wanted:
-                sums.rank(head, tile, j0, first, n)
-            if sums.needs_weights:
-                sums.weigh(tile, scores.position, j0, first, n)
-            if "block_sum" in self.wanted:
-                sums.sum_blocks(head, tile, chunk, j0, first, n)
+    def leave_keys(self, head: Head, j0: Value, n: Value) -> None:
+        if "column_sum" in self.wanted:
+            self.sums.add_columns(head, j0, n)
+
+    def attend_block(self, head: Head, tile: Tile, j0: Value, j: Scalar, keys: tuple[Value, Value]) -> None:
+        """Take some keys of one block into the tile's statistics."""
+        shape, sums, products = self.shape, self.sums.narrowed(self.shape), self.products
+        self.scores.load(head, tile.q0, j0, keys[1])
+        scores = self.scores.at(head, tile.q0, j0)
+        highest = scores.of_keys(products, self.k, tile.q_t, sums.p_t, keys, products.scale)
+        if "row_max" in self.wanted:
+            for x, c in zip(highest, shape.columns()):
+                cell = tile.found["row_max"][0, c]
+                cell.store(maximum(cell.load(shape.lanes), x))
+        if "top_k" in self.wanted:
+            sums.rank(head, tile, j0, *keys)
+        if sums.needs_weights:
+            sums.weigh(tile, scores.position, j0, *keys)
+        if "block_sum" in self.wanted:
+            sums.sum_blocks(head, tile, j0, *keys)
+
+    def finish(self, head: Head, tile: Tile) -> None:
+        self.sums.finish(head, tile)

@@ -142,10 +142,6 @@ class SplitKernel:
         """Where row r of q, out, do or dq is."""
         return lambda r: self.query_head(head, r).query_rows(name, 0)(r % head.seqlen_q)
 
-    def whole(self, n: Value) -> Value:
-        """n keys, up to a multiple of the lanes."""
-        return (n + (self.shape.lanes - 1)) & -self.shape.lanes
-
     def slope_of(self, head: Head) -> Value | None:
         return splat(head.negative_slope(), self.shape.lanes) if self.config.has_alibi else None
 

@@ -59,6 +59,9 @@ class Tile:
 class Sums:
     """The gathering; `p_t` holds a tile's scores, and then its weights."""
 
+    part: Value  # of the head, which has column sums of its own
+    chunk: Value  # of queries, of which neighbours have block sums of their own
+
     def __init__(self, shape: Shape, args: Arguments, scratch: Scratch) -> None:
         self.shape, self.args, self.wanted = shape, args, set(shape.config.statistics)
         self.needs_total = bool(OF_TOTALS & self.wanted)
@@ -171,11 +174,11 @@ class Sums:
                 cell = tile.found[name][0, c]
                 cell.store(cell.load(shape.lanes) + of_block)
 
-    def sum_blocks(self, head: Head, tile: Tile, chunk: Value, j0: Value, first: Value, n: Value) -> None:
+    def sum_blocks(self, head: Head, tile: Tile, j0: Value, first: Value, n: Value) -> None:
         """Add the weights of the keys j0 + [first, n) to the blocks of `block_sum` that they lie in."""
         shape, args, size, q0 = self.shape, self.args, self.args.block_size, as_int(tile.q0)
         start, count = self.first_key(head, j0), minimum(head.seqlen_q - q0, shape.block_q)
-        target = args.ptr("block_sum", shape.kind)[chunk % args.block_parts * args.block_p]
+        target = args.ptr("block_sum", shape.kind)[self.chunk % args.block_parts * args.block_p]
         target = target[head.batch * args.block_b + head.head * args.block_h]
         for block in loop((start + first) // size, (start + n - 1) // size + 1):
             sums = [Var(shape.constant(0.0)) for _ in shape.columns()]
@@ -192,13 +195,13 @@ class Sums:
                 cell = target[row * args.block_i + block]
                 cell.store(cell.load() + total)
 
-    def add_columns(self, head: Head, part: Value, j0: Value, n: Value) -> None:
+    def add_columns(self, head: Head, j0: Value, n: Value) -> None:
         """Add a block's sums over all tiles of a chunk to this part's column sums in memory."""
         args, lanes = self.args, self.shape.lanes
         for j in loop(0, n, lanes):
             keys = [self.columns.at(j, 0)[r, 0].load(lanes) for r in range(lanes)]
             self.folded[0, j].store(fold_sums(keys))
-        row = part * args.column_p + head.batch * args.column_b + head.head * args.column_h
+        row = self.part * args.column_p + head.batch * args.column_b + head.head * args.column_h
         target = args.ptr("column_sum", self.shape.kind)[row + head.k_row0 + j0]
         for j in loop(0, n & -lanes, lanes):
             target[j].store(target[j].load(lanes) + self.folded[0, j].load(lanes))

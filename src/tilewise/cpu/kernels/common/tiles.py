@@ -72,8 +72,9 @@ class Shape:
         return [v * self.lanes for v in range(self.vectors)]
 
 
-def round_up(x: int, step: int) -> int:
-    return -(-x // step) * step
+def round_up(x: Any, step: int) -> Any:
+    """An integer, Python's or the machine code's, up to a multiple of a power of two."""
+    return (x + (step - 1)) & -step
 
 
 class Arguments:
