@@ -32,7 +32,7 @@ from tilewise.cpu.dsl.lanes import fold_sums
 from tilewise.cpu.dsl.memory import Rows
 from tilewise.cpu.dsl.vector import Scalar, Value, Var, fma, maximum, minimum, select
 from tilewise.cpu.kernels.common.dropout import Dropout
-from tilewise.cpu.kernels.common.products import products_of
+from tilewise.cpu.kernels.common.products import at, products_of
 from tilewise.cpu.kernels.common.scores import Scores
 from tilewise.cpu.kernels.common.sums import add_in_turn, fill_zero, scale_rows, sum_bytes
 from tilewise.cpu.kernels.common.tiles import (
@@ -94,6 +94,8 @@ class BackwardKernel:
         self.q, self.do = (products.left(scratch, shape.block_q, width) for width in widths)
         self.q_t, self.do_t = (products.right(scratch, width, shape.block_q) for width in widths)
         self.qs, self.dos = (products.paired(rows, scratch, shape.block_q) for rows in (self.q, self.do))
+        self.p, self.ds = (products.left(scratch, shape.block_k, shape.block_q) for _ in range(2))
+        self.ds_right = products.paired(self.ds, scratch, shape.block_k)
         self.out, self.do_rows = (scratch.rows(shape.lanes, shape.pad_v) for _ in range(2))
 
     def shift_and_factor(self, lse: Value, residual: Value) -> tuple[Value, Value]:
@@ -162,6 +164,18 @@ class BackwardKernel:
                     for kernel in fitting(self, head, q0):
                         kernel.step(head, q0, j0, j, end)
             self.hand_over_dq(head, t, place, is_last)
+
+    def add_query_gradients(self, c: Scalar, vectors: int, j: Value, keys: tuple[Scalar, Scalar]) -> None:
+        """dq_t += k^T ds_t, of so many vectors of queries from c on and some of the keys from j on."""
+        height = self.products.height
+        for d in loop(0, round_up(self.config.head_dim, height), height):
+            k_t, ds = at(self.k_t, d, j), at(self.ds_right, 0, c)
+            self.products.add(self.dq_t.at(d, c), k_t, ds, keys, vectors)
+
+    def add_key_gradients(self, queries: tuple[Scalar, Scalar], j: Value, end: Value) -> None:
+        """dv += p do and dk += ds q, over the queries that see some of the keys j + [0, end)."""
+        self.products.add_rows(self.dv.at(j, 0), self.p, self.dos, queries, end)
+        self.products.add_rows(self.dk.at(j, 0), self.ds, self.qs, queries, end)
 
     def tickets(
         self, head: Head, q0: Value, block: Value, blocks: tuple[Value, Value]

@@ -5,7 +5,7 @@ bfloat16 and stay until the tile's sums over queries are due. dS is kept twice, 
 
     for each part:  s_t = k q_t;  dp_t = v do_t (dropout as in `backward.py`)      [block_k, 32]
                     p, ds = rows of p_t, ds_t                                      [block_k, block_q]
-                    ds_pairs = pairs of ds_t;  dq_t += k_t ds_pairs                [block_k / 2, block_q]
+                    ds_right = pairs of ds_t;  dq_t += k_t ds_right                [block_k / 2, block_q]
     dv += p dos;  dk += ds qs
 """
 
@@ -32,13 +32,11 @@ class BFloat16BackwardKernel(BackwardKernel):
 
     def reserve(self, scratch: Scratch) -> None:
         super().reserve(scratch)
-        shape, products = self.shape, self.products
-        self.wide = TILE // shape.lanes  # vectors
-        self.part = part = Shape(replace(shape.config, vectors=self.wide), shape.target, self.key_blocks)
+        shape = self.shape
+        vectors = TILE // shape.lanes
+        self.part = part = Shape(replace(shape.config, vectors=vectors), shape.target, self.key_blocks)
         self.s_t, self.dp_t = (scratch.rows(TILE, TILE) for _ in range(2))
         self.dbias_t = scratch.rows(shape.block_k if self.config.dbias_kind else 0, TILE)
-        self.p, self.ds = (products.left(scratch, shape.block_k, shape.block_q) for _ in range(2))
-        self.ds_pairs = products.right(scratch, shape.block_k, shape.block_q)
         self.scores = Scores(part, scratch, with_slopes=True)
         self.scale, self.rest = self.products.scales(self.scores.has_options)
 
@@ -53,11 +51,9 @@ class BFloat16BackwardKernel(BackwardKernel):
             b = minimum(end, k1 - (j0 + j))
             self.weigh(head, q0, j0, j, c, a, b)
             self.hide_rest(c, a, b, end)
-            for d in loop(0, shape.pad, TILE):
-                k_t, ds = at(self.k_t, d, j), at(self.ds_pairs, 0, c)
-                self.products.add(self.dq_t.at(d, c), k_t, ds, (a, b), self.wide)
+            self.add_query_gradients(c, self.part.vectors, j, (a, b))
         with when(first < last):
-            self.add_over_queries((first, last), j, end)
+            self.add_key_gradients((first, last), j, end)
 
     def weigh(self, head: Head, q0: Value, j0: Value, j: Value, c: Value, a: Value, b: Value) -> None:
         """p, ds for the part at c and the keys j0 + j + [a, b), and 0 up to a multiple of 32."""
@@ -69,7 +65,8 @@ class BFloat16BackwardKernel(BackwardKernel):
                 (self.s_t, self.k, self.q_t, self.config.head_dim),
                 (self.dp_t, self.v, self.do_t, self.config.head_dim_v),
             ):
-                self.products.multiply(sums, at(keys, j + r, 0), at(queries, 0, c), (0, depth), self.wide)
+                a_rows, b_rows, vectors = at(keys, j + r, 0), at(queries, 0, c), self.part.vectors
+                self.products.multiply(sums, a_rows, b_rows, (0, depth), vectors)
             self.round_tile(scores, dropout, r, c)
         if self.config.dbias_kind:
             self.scores.add_gradient(head, self.dbias_t, q0 + c, j0 + j, a, b)
@@ -100,8 +97,8 @@ class BFloat16BackwardKernel(BackwardKernel):
                         for area, term in zip(areas, parts):
                             for x, low, high in zip(columns[::2], term[::2], term[1::2]):
                                 area.at(r, c)[k, x].store(rounded(low, high))
-                for area, low, high in zip(self.ds_pairs, *ds_terms):
-                    is_exact = area is not self.ds_pairs[-1]
+                for area, low, high in zip(self.ds_right, *ds_terms):
+                    is_exact = area is not self.ds_right[-1]
                     for v, x in enumerate(columns):
                         area.at(r // 2, c)[i // 2, x].store(paired(low[v], high[v], is_exact))
 
@@ -135,11 +132,3 @@ class BFloat16BackwardKernel(BackwardKernel):
                 for rows in (*self.p, *self.ds):
                     for x in range(0, TILE // 2, self.shape.lanes):
                         words(rows).at(r, c // 2)[0, x].store(zero)
-
-    def add_over_queries(self, queries: tuple[Value, Value], j: Value, end: Value) -> None:
-        """dv += p dos; dk += ds qs, over the queries that see some of these keys."""
-        for weights, pairs, gradient in ((self.p, self.dos, self.dv), (self.ds, self.qs, self.dk)):
-            for r in loop(0, end, TILE):
-                for c in loop(0, gradient.stride, TILE):
-                    a, b = at(weights, r, 0), at(pairs, 0, c)
-                    self.products.add(gradient.at(j + r, c), a, b, queries, self.wide)

@@ -29,15 +29,12 @@ from tilewise.cpu.dsl.vector import (
 )
 from tilewise.cpu.kernels.backward import BackwardKernel
 from tilewise.cpu.kernels.common.scores import Scores
-from tilewise.cpu.kernels.common.sums import add_to
 from tilewise.cpu.kernels.common.tiles import (
     BLOCK_K,
     Head,
     KeyBlocks,
     Scratch,
-    lane_chunks,
     outer_sums,
-    round_up,
 )
 
 BELOW = 3.0  # lse by which scores are shifted: about where those of some twenty keys are
@@ -51,16 +48,16 @@ class VectorBackwardKernel(BackwardKernel):
     def reserve(self, scratch: Scratch) -> None:
         super().reserve(scratch)
         shape = self.shape
-        self.p_t, self.ds_t = (scratch.rows(BLOCK_K, shape.block_q) for _ in range(2))
-        self.kept_t = scratch.rows(BLOCK_K, shape.block_q) if self.config.has_dropout else self.p_t
+        self.ds_t, self.kept_t = self.ds[0], self.p[0]
+        self.p_t = scratch.rows(BLOCK_K, shape.block_q) if self.config.has_dropout else self.kept_t
         self.scores = Scores(shape, scratch, with_slopes=True)
 
     def step(self, head: Head, q0: Value, j0: Value, j: Value, end: Value) -> None:
         """The tile of queries from q0 on against the keys j0 + j + [0, end)."""
         self.weights(head, q0, j0, j, end)
         self.score_gradients(head, q0, j0, j, end)
-        self.add_query_gradients(j, end)
-        self.add_key_gradients(j, end)
+        self.add_query_gradients(0, self.shape.vectors, j, (0, end))
+        self.add_key_gradients((0, self.shape.width), j, end)
 
     def sees_only(self, head: Head, q0: Value, first: Value, count: Value) -> Value:
         """Whether no query of the tile sees other keys than first + [0, count)."""
@@ -177,24 +174,3 @@ class VectorBackwardKernel(BackwardKernel):
         lse, factor, delta, dlse, norm = (area[0, c].load(self.shape.lanes) for area in statistics)
         sink = self.sink_weight(head, lse, factor)
         return fma(sink * norm, delta, dlse) if self.config.has_sinks else dlse
-
-    def add_query_gradients(self, j: Value, end: Value) -> None:
-        """dq_t += k^T ds_t."""
-        shape = self.shape
-        for d in loop(0, round_up(self.config.head_dim, shape.rows), shape.rows):
-            k_t = self.k_t[0].at(d, j)
-            part = outer_sums(shape, shape.rows, shape.vectors, end, k_t, self.ds_t)  # [rows, block_q]
-            add_to(shape, self.dq_t.at(d, 0), part)
-
-    def add_key_gradients(self, j: Value, end: Value) -> None:
-        """dv += p_t do and dk += ds_t q: head dimensions in lanes, up to 4 vectors of them at a time."""
-        shape = self.shape
-        most = 4 if shape.rows == 8 else 3
-        for weights, rows, gradient in ((self.kept_t, self.do[0], self.dv), (self.ds_t, self.q[0], self.dk)):
-            for c, count, vectors in lane_chunks(shape, gradient.stride, most):
-                height = 4 if vectors > 3 else shape.rows
-                for r0 in loop(0, end, height):
-                    for column in loop(c, c + count * vectors * shape.lanes, vectors * shape.lanes):
-                        a, b = weights.at(r0, 0), rows.at(0, column)
-                        part = outer_sums(shape, height, vectors, shape.width, a, b)  # [height, lanes]
-                        add_to(shape, gradient.at(j + r0, column), part)

@@ -40,11 +40,13 @@ from tilewise.cpu.dsl.memory import Ptr, Rows
 from tilewise.cpu.dsl.numerics import LN_2, LOG2_E, exp, exp2
 from tilewise.cpu.dsl.vector import Operand, Scalar, Value, Var, absolute, as_int, fma, maximum, minimum
 from tilewise.cpu.kernels.common.scores import has_options
+from tilewise.cpu.kernels.common.sums import add_to
 from tilewise.cpu.kernels.common.tiles import (
     Arguments,
     Grid,
     Scratch,
     Shape,
+    lane_chunks,
     load_rows,
     outer_sums,
     transpose_rows,
@@ -148,6 +150,17 @@ class Products:
             for v, total in enumerate(row):
                 _fold(out[r, v * self.shape.lanes], total, correction[v : v + 1])
 
+    def add_rows(self, out: Rows, a: Matrix, b: Matrix, k: tuple[Scalar, Scalar], count: Scalar) -> None:
+        """out[:count] += a[:count, k] b[k, :], in all columns of out; up to 4 vectors of them at a time."""
+        shape, most = self.shape, 4 if self.shape.rows == 8 else 3
+        for c, chunks, vectors in lane_chunks(shape, out.stride, most):
+            height, width = 4 if vectors > 3 else shape.rows, vectors * shape.lanes
+            for r in loop(0, count, height):
+                for column in loop(c, c + chunks * width, width):
+                    a_rows, b_rows = a[0].at(r, k[0]), b[0].at(k[0], column)
+                    sums = outer_sums(shape, height, vectors, k[1] - k[0], a_rows, b_rows)
+                    add_to(shape, out.at(r, column), sums)
+
     def _sums(self, a: Matrix, b: Matrix, k: tuple[Scalar, Scalar], vectors: int) -> Grid:
         first, end = k
         return outer_sums(self.shape, self.height, vectors, end - first, a[0].at(0, first), b[0].at(first, 0))
@@ -245,6 +258,11 @@ class BFloat16Products(Products):
                         cell = out[r, v * lanes]
                         cell.store(cell.load(lanes) * factor)
         self._product(out, a, b, k, vectors, adds=True)
+
+    def add_rows(self, out: Rows, a: Matrix, b: Matrix, k: tuple[Scalar, Scalar], count: Scalar) -> None:
+        for r in loop(0, count, TILE):
+            for c in loop(0, out.stride, TILE):
+                self.add(out.at(r, c), at(a, r, 0), at(b, 0, c), k, TILE // self.shape.lanes)
 
     def _product(
         self, out: Rows, a: Matrix, b: Matrix, k: tuple[Scalar, Scalar], vectors: int, adds: bool
