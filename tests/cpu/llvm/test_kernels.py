@@ -451,8 +451,8 @@ def test_a_long_backward_has_no_copy_of_dq_in_float32(dtype, mib, monkeypatch):
     problem, lse = describe(inputs, Options()), torch.empty(1, 4, 16384)
     results = inputs.query, lse, lse, inputs.query, None
     plan = backward_plan.BackwardPlan(problem, llvm.signature("backward", problem, inputs, results))
-    zeros, *_, size = plan.division.areas
-    assert size - zeros + 2 * plan.division.thread_bytes <= mib << 20
+    zeros, *_ = plan.division.areas
+    assert plan.division.size - zeros + 2 * plan.division.words["scratch_bytes"] <= mib << 20
 
 
 @pytest.mark.sample(2)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import functools
 import math
 import os
 import struct
@@ -19,7 +18,7 @@ from tilewise.core.mask import Visibility
 from tilewise.core.plan import Results, Retry
 from tilewise.core.problem import AttentionProblem, Gradients, Inputs
 from tilewise.core.signature import Signature, contiguous_strides, named, rows_dense
-from tilewise.cpu.host.arguments import CHANGING_BACKWARD, COUNTER, SLOTS, WORD
+from tilewise.cpu.host.arguments import CHANGING_BACKWARD, COUNTER, SLOTS, WORD, Block
 from tilewise.cpu.host.call_plan import (
     CallPlan,
     Division,
@@ -30,14 +29,9 @@ from tilewise.cpu.host.call_plan import (
     lse_shape,
 )
 from tilewise.cpu.host.compile import Kernel, load
-from tilewise.cpu.host.configs import (
-    KINDS,
-    backward_config,
-    decode_config,
-    is_decoding,
-)
+from tilewise.cpu.host.configs import KINDS, backward_config, decode_config, is_decoding
 from tilewise.cpu.host.forward_plan import BLOCK_K
-from tilewise.cpu.host.pool import CPU, KEPT_SCRATCH, pool
+from tilewise.cpu.host.pool import CPU
 
 # Work items of a backward follow the process's cores, not a call's threads, which so do not change the bits.
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -53,8 +47,6 @@ put_addresses = struct.Struct(f"q56x q56x {len(CHANGING_BACKWARD)}q").pack_into
 
 class BackwardPlan(CallPlan):
     """A backward. Each work item has some heads' keys, or a split of them."""
-
-    division: Division | None = None  # None: packed sequences, divided by their lengths in each call
 
     def __init__(self, problem: AttentionProblem, signature: Signature, may_cut: bool = True) -> None:
         super().__init__(problem, signature)
@@ -130,25 +122,17 @@ class BackwardPlan(CallPlan):
         if -(-seqlen_k // split) < wanted:  # a little less, rather than a little more, to each
             split -= BLOCK_K
         splits, tiles = -(-seqlen_k // split), -(-seqlen_q // facts["block_q"])
-        item_heads = self.item_heads(self.owners * splits, self.wanted_threads) if self.has_few_rows else 1
-        items, thread_bytes = self.owners * splits // item_heads, facts["scratch_bytes"]
-        words = {
-            "items": items,
-            "splits": splits,
-            "split_keys": split,
-            "tiles": tiles,
-            "item_heads": item_heads,
-            "scratch_bytes": thread_bytes,
-        }
-        threads, tickets = max(1, min(self.wanted_threads, items)), problem.batch * problem.num_heads * tiles
-        owners = self.owners_at_once(splits, tickets * facts["sum_bytes"], threads)
+        item_heads = self.item_heads(self.owners * splits) if self.has_few_rows else 1
+        items, tickets = self.owners * splits // item_heads, problem.batch * problem.num_heads * tiles
+        owners = self.owners_at_once(splits, tickets * facts["sum_bytes"], min(self.wanted_threads, items))
         sum_tiles = tickets * owners // max(1, self.owners)
-        words.update(owners=owners, sum_tiles=sum_tiles)
-        zeros = threads * thread_bytes  # behind the threads' own: tickets, an absent statistic, sums of dq
-        absent = zeros + 8 * tickets
-        dq_sum = -(-(absent + self.lse_bytes) // 64) * 64
-        size = dq_sum + (sum_tiles * facts["sum_bytes"] if splits > 1 else 0)
-        return Division(items, threads, thread_bytes, words, (zeros, absent, dq_sum, size))
+        words = {
+            "splits": splits, "split_keys": split, "tiles": tiles, "item_heads": item_heads, "owners": owners,
+            "sum_tiles": sum_tiles,
+        }  # fmt: skip
+        # Behind the threads' own: tickets, an absent statistic, sums of dq.
+        behind = 8 * tickets, self.lse_bytes, sum_tiles * facts["sum_bytes"] if splits > 1 else 0
+        return self.divided(items, facts["scratch_bytes"], words, *behind)
 
     def owners_at_once(self, splits: int, sum_bytes: int, threads: int) -> int:
         """Owners whose sums of dq are kept at once: all, or, of many bytes, as few as leave work for all."""
@@ -185,13 +169,13 @@ class BackwardPlan(CallPlan):
         division = self.division or self.divide(longest(inputs.cu_seqlens_q), longest(inputs.cu_seqlens_k))
         dcaptured = None
         if self.has_captured_gradient:  # a sum for each head's split of keys: the same bits for any threads
-            sums = self.problem.batch * self.problem.num_kv_heads * division.words["splits"]
-            dcaptured = torch.zeros((sums, self.problem.num_captured), dtype=torch.float64, device=CPU)
+            slots = self.problem.batch * self.problem.num_kv_heads * division.words["splits"]
+            dcaptured = torch.zeros((slots, self.problem.num_captured), dtype=torch.float64, device=CPU)
         if not self.are_results_dense:
             dout, out, lse = rows_dense(dout), rows_dense(out), lse.contiguous()
             residual = None if residual is None else residual.contiguous()
-        results = Results(out, lse, residual)
-        if not self._launch(inputs, results, dout, gradients, dlse, (dbias, delta, dcaptured), division):
+        results, sums = Results(out, lse, residual), (dbias, delta, dcaptured)
+        if division.items and not self._launch(inputs, results, dout, gradients, dlse, sums, division):
             return Retry(self.uncut)
         if dbias is not None:
             dbias = dbias.to(inputs.bias.dtype)  # type: ignore[union-attr]
@@ -207,22 +191,18 @@ class BackwardPlan(CallPlan):
         dout: Tensor,
         gradients: list[Tensor],
         dlse: Tensor | None,
-        sums_of: tuple[Tensor | None, Tensor | None, Tensor | None],
+        sums: tuple[Tensor | None, Tensor | None, Tensor | None],
         division: Division,
     ) -> bool:
         """Fill the block and run the kernel; False if its numbers cannot be cut.
 
-        sums_of: of dbias, delta and captured floats.
+        sums: dbias, delta and the sums of captured floats.
         """
-        dbias, delta, dcaptured = sums_of
-        zeros, absent, dq_sum, size = division.areas
-        block, scratch = self.take(size)
-        if self.division is None:
-            block.update(**division.words)
+        dbias, delta, dcaptured = sums
+        zeros, absent, dq_sum = division.areas
+        block, scratch = self.take(division)
         if dcaptured is not None:
             block.update(dcaptured=dcaptured.data_ptr(), num_captured=self.problem.num_captured)
-        if not division.items:
-            return True
         q, k, v = inputs[:3] if self.are_rows_dense else self.rows_of(inputs)
         ctypes.memset(scratch + zeros, 0, dq_sum - zeros)
         zeros, absent = scratch + zeros, scratch + absent
@@ -235,21 +215,15 @@ class BackwardPlan(CallPlan):
             *(t.data_ptr() for t in gradients), 0 if dbias is None else dbias.data_ptr(),
             0 if delta is None else delta.data_ptr(), scratch + dq_sum,
         )  # fmt: skip
-        kept = self.bind(block, inputs) if self.has_options else None
-        is_done, step = True, division.words["owners"] * division.words["splits"]
+        return self.launch(block, inputs, division)
+
+    def run_kernel(self, block: Block, division: Division) -> None:
+        """The owners whose sums of dq are kept at once, and then the next ones."""
+        step = division.words["owners"] * division.words["splits"]
         for first in range(0, division.items, step):
             end = min(first + step, division.items)
             block.words[COUNTER], block.words[SLOTS], block.words[WORD["items"]] = first, 0, end
-            is_done = is_done and self.launch(block, inputs, division.threads)
-        del kept
-        if size > KEPT_SCRATCH:
-            pool.scratch.release()
-        return is_done
-
-    @functools.cached_property
-    def uncut(self) -> BackwardPlan:
-        """The plan for numbers that cannot be cut."""
-        return BackwardPlan(self.problem, self.signature, may_cut=False)
+            super().run_kernel(block, division)
 
 
 def new_large(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

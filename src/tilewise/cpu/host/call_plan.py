@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import itertools
 import math
 import struct
 from collections.abc import Callable
@@ -41,15 +42,16 @@ class Division(NamedTuple):
 
     items: int  # of work
     threads: int
-    thread_bytes: int  # of scratch
     words: dict[str, int]  # of the argument block
-    areas: Any = ()  # offsets of what else lies in the scratch, and its size
+    areas: list[int]  # offsets of what lies in the scratch behind each thread's own
+    size: int  # of the scratch
 
 
 class CallPlan:
     """The words of a call that follow from its signature, in `template`, and the kernel that reads them."""
 
     kernel: Kernel
+    division: Division | None = None  # None: of packed sequences, whose lengths differ in each call
     has_tile_map = True  # of functions
 
     def __init__(self, problem: AttentionProblem, signature: Signature) -> None:
@@ -68,8 +70,9 @@ class CallPlan:
             or any(t is not None for t in options)
         )
         rows = 0 if problem.is_packed else problem.batch * problem.num_heads * problem.seqlen_q
-        self.work = rows * problem.seqlen_k * (problem.head_dim + problem.head_dim_v)  # 0 if packed
-        self.wanted_threads = self.worth(signature.threads)
+        work = rows * problem.seqlen_k * (problem.head_dim + problem.head_dim_v)
+        is_worth = signature.threads if problem.is_packed else work // GRAIN
+        self.wanted_threads = max(1, min(signature.threads, is_worth))
         self.are_heads_adjacent = inputs.key.strides[-2] <= inputs.key.strides[-3]
         self.dense_span = (ctypes.c_int64 * 4)(0, problem.seqlen_q, 0, problem.seqlen_k)
         self.template = Block()
@@ -102,16 +105,19 @@ class CallPlan:
         strides = (0, *strides) if len(strides) == 3 else strides
         self.template.update(**axes(name, "bnh", strides))
 
-    def item_heads(self, items: int, threads: int) -> int:
+    def item_heads(self, items: int) -> int:
         """Key heads whose rows lie side by side are read together, as far as that leaves work for all."""
         most = self.kernel.facts["item_heads"] if self.are_heads_adjacent else 1
-        if threads > 1:
-            most = min(most, items // (4 * threads))
+        if self.wanted_threads > 1:
+            most = min(most, items // (4 * self.wanted_threads))
         return max((c for c in range(1, most + 1) if self.problem.num_kv_heads % c == 0), default=1)
 
-    def worth(self, threads: int) -> int:
-        """How many of so many threads the work is worth."""
-        return threads if self.problem.is_packed else max(1, min(threads, self.work // GRAIN))
+    def divided(self, items: int, thread_bytes: int, words: dict[str, int], *behind: int) -> Division:
+        """`thread_bytes` of scratch are each thread's own; `behind`: bytes of what lies behind them."""
+        threads = max(1, min(self.wanted_threads, items))
+        sizes = (-(-size // 64) * 64 for size in behind)
+        *areas, size = itertools.accumulate(sizes, initial=threads * thread_bytes)
+        return Division(items, threads, {"items": items, "scratch_bytes": thread_bytes} | words, areas, size)
 
     def allocator(
         self, shape: tuple[int, ...], dtype: torch.dtype, strides: tuple[int, ...] | None = None
@@ -162,33 +168,47 @@ class CallPlan:
             kept += bind_functions(problem, block, inputs, most, block_q, is_backward)
         return kept
 
-    def take(self, size: int) -> tuple[Block, int]:
-        """The thread's argument block, with the plan's words, and the address of `size` bytes of scratch."""
+    def take(self, division: Division) -> tuple[Block, int]:
+        """The thread's argument block, with the plan's words, and the address of its scratch."""
         block, scratch = pool.block, pool.scratch
         if block.template is not self.template:
             block.fill(self.template)
-        if size > scratch.size:
-            scratch.grow(size)
+        if self.division is None:
+            block.update(**division.words)
+        if division.size > scratch.size:
+            scratch.grow(division.size)
         return block, scratch.address
 
-    def launch(self, block: Block, inputs: Inputs, threads: int) -> bool:
+    def launch(self, block: Block, inputs: Inputs, division: Division) -> bool:
         """Run the kernel; False if it met numbers that tile registers cannot take: what it wrote is void.
 
         Raises:
             IndexError: a function has read out of range.
         """
-        if threads == 1:
-            self.kernel.call(block.address)
-        else:
-            parallel.run(self.kernel, block.address, threads)
+        kept = self.bind(block, inputs) if self.has_options else None
+        self.run_kernel(block, division)
+        del kept
+        if division.size > KEPT_SCRATCH:
+            pool.scratch.release()
         if self.has_options and self.problem.functions is not None:
             raise_wrong_index(self.problem, block, inputs)
         return not (self.cuts and block.words[NOT_CUT])
+
+    def run_kernel(self, block: Block, division: Division) -> None:
+        if division.threads == 1:
+            self.kernel.call(block.address)
+        else:
+            parallel.run(self.kernel, block.address, division.threads)
 
     @functools.cached_property
     def cuts(self) -> bool:
         """Whether the kernel cuts numbers in terms for tile registers."""
         return bool(self.kernel.facts.get("cuts"))
+
+    @functools.cached_property
+    def uncut(self) -> Any:
+        """The plan for numbers that cannot be cut."""
+        return type(self)(self.problem, self.signature, may_cut=False)  # type: ignore[call-arg]
 
 
 class OutputPlan(CallPlan):
@@ -198,12 +218,10 @@ class OutputPlan(CallPlan):
     lse if it is not wanted.
     """
 
-    division: Division | None = None  # None: packed sequences, divided by their lengths in each call
-    partial_bytes = ticket_bytes = 0
-    counts_splits = False
+    ticket_bytes = 0
     statistics: tuple[str, ...] = ()  # of the weights, that the kernel gives in its pass
 
-    def __init__(self, problem: AttentionProblem, signature: Signature, may_cut: bool = True) -> None:
+    def __init__(self, problem: AttentionProblem, signature: Signature) -> None:
         super().__init__(problem, signature)
         self.wants_lse, self.wants_residual, order, _ = signature.request
         query = self.given.query
@@ -230,10 +248,8 @@ class OutputPlan(CallPlan):
         lse = self.new_lse() if self.wants_lse else None
         residual = self.new_lse() if self.wants_residual else None
         division = self.division or self.divide(longest(inputs.cu_seqlens_q))
-        partial, ticket, spare_lse, size = division.areas
-        block, scratch = self.take(size)
-        if self.division is None:
-            block.update(**division.words)
+        partial, ticket, spare_lse = division.areas
+        block, scratch = self.take(division)
         found = Results(out, lse, residual)
         watched = self.watch(block, found) if self.statistics else found
         if not division.items:
@@ -243,32 +259,15 @@ class OutputPlan(CallPlan):
             scratch + spare_lse if lse is None else lse.data_ptr(),
             0 if residual is None else residual.data_ptr(), scratch, scratch + partial, scratch + ticket,
         )  # fmt: skip
-        if self.counts_splits:
+        if self.ticket_bytes:
             ctypes.memset(scratch + ticket, 0, self.ticket_bytes)
-        kept = self.bind(block, inputs) if self.has_options else None
-        is_done = self.launch(block, inputs, division.threads)
-        del kept
-        if size > KEPT_SCRATCH:
-            pool.scratch.release()
-        return watched if is_done else Retry(self.uncut)
+        return watched if self.launch(block, inputs, division) else Retry(self.uncut)
 
     def watch(self, block: Block, results: Results) -> Watched:
         """Results, with tensors for the statistics that the kernel is to give."""
         found = {name: self.new_lse() for name in self.statistics}
         block.update(**{name: t.data_ptr() for name, t in found.items()})
         return Watched(results, found.get("row_max"), found.get("entropy"))
-
-    def divided(self, items: int, threads: int, thread_bytes: int, words: dict[str, int]) -> Division:
-        """With the offsets of what lies behind the threads' own scratch, and the size of all."""
-        partial = threads * thread_bytes
-        ticket = partial + self.partial_bytes
-        lse = ticket + self.ticket_bytes
-        return Division(items, threads, thread_bytes, words, (partial, ticket, lse, lse + self.lse_bytes))
-
-    @functools.cached_property
-    def uncut(self) -> OutputPlan:
-        """The plan for numbers that cannot be cut."""
-        return type(self)(self.problem, self.signature, may_cut=False)
 
 
 def dense_inputs(signature: Signature) -> Any:

@@ -10,15 +10,13 @@ from tilewise.cpu.host.configs import decode_config, forward_config
 
 BLOCK_K = 64  # a split of the keys is a multiple
 DECODE_KEYS, DECODE_ITEMS = 512, 64  # a split has at least so many keys; so many work items are enough
-NEAR_BYTES = 48 << 20  # of keys and values at most, that may come from a cache
-ASKED_NEAR, ASKED_FAR = 2 << 10, 16  # bytes of them, or rows, to ask for at each of 16 keys
 
 
 class ForwardPlan(OutputPlan):
     """A forward in tiles of queries."""
 
     def __init__(self, problem: AttentionProblem, signature: Signature, may_cut: bool = True) -> None:
-        super().__init__(problem, signature, may_cut)
+        super().__init__(problem, signature)
         asked = signature.request.statistics
         self.statistics = tuple("row_max" if name == "max_logit" else name for name in asked)
         self.kernel = load("forward", forward_config(problem, self.given, may_cut, self.statistics))
@@ -31,9 +29,10 @@ class ForwardPlan(OutputPlan):
         tiles_all = -(-seqlen_q // facts["block_q"])
         tiles = _tiles_per_item(tiles_all, heads, self.wanted_threads, self.problem.causal, facts)
         chunks = -(-tiles_all // tiles)
-        items, thread_bytes = heads * chunks, facts["scratch_bytes"] + tiles * facts["tile_bytes"]
-        words = {"items": items, "chunks": chunks, "tiles": tiles, "scratch_bytes": thread_bytes}
-        return self.divided(items, max(1, min(self.wanted_threads, items)), thread_bytes, words)
+        thread_bytes = facts["scratch_bytes"] + tiles * facts["tile_bytes"]
+        return self.divided(
+            heads * chunks, thread_bytes, {"chunks": chunks, "tiles": tiles}, 0, 0, self.lse_bytes
+        )
 
 
 class DecodePlan(OutputPlan):
@@ -42,29 +41,21 @@ class DecodePlan(OutputPlan):
     has_tile_map = False
 
     def __init__(self, problem: AttentionProblem, signature: Signature, may_cut: bool = True) -> None:
-        super().__init__(problem, signature, may_cut)
-        config, threads = decode_config(problem, self.given, may_cut), self.wanted_threads
+        super().__init__(problem, signature)
+        config = decode_config(problem, self.given, may_cut)
         self.kernel = load("decode", config)
         heads = problem.batch * problem.num_kv_heads
-        row_bytes = (problem.head_dim + problem.head_dim_v) * problem.dtype.itemsize
-        is_far = heads * problem.seqlen_k * row_bytes > NEAR_BYTES
         splits = max(1, min(DECODE_ITEMS // max(1, heads), problem.seqlen_k // DECODE_KEYS))
         split_keys = -(-problem.seqlen_k // splits // BLOCK_K) * BLOCK_K
         splits = max(1, -(-problem.seqlen_k // max(1, split_keys)))
-        item_heads = self.item_heads(heads * splits, threads)
+        item_heads = self.item_heads(heads * splits)
+        partial_bytes = heads * splits * config.rows * self.kernel.facts["partial_bytes"]
+        self.ticket_bytes = 8 * heads if splits > 1 else 0  # splits that are done of each group of heads
+        words = {"splits": splits, "split_keys": split_keys, "item_heads": item_heads}
         items, thread_bytes = heads * splits // item_heads, self.kernel.facts["scratch_bytes"]
-        self.partial_bytes = heads * splits * config.rows * self.kernel.facts["partial_bytes"]
-        self.ticket_bytes = 8 * heads  # splits that are done of each group of heads
-        self.counts_splits = splits > 1
-        words = {"items": items, "scratch_bytes": thread_bytes}
-        self.division = self.divided(items, max(1, min(threads, items)), thread_bytes, words)
-        self.template.update(
-            **words,
-            splits=splits,
-            split_keys=split_keys,
-            item_heads=item_heads,
-            asked=ASKED_FAR if is_far else max(1, ASKED_NEAR // row_bytes),
-        )
+        behind = partial_bytes, self.ticket_bytes, self.lse_bytes
+        self.division = self.divided(items, thread_bytes, words, *behind)
+        self.template.update(**self.division.words)
 
 
 def _tiles_per_item(tiles_all: int, heads: int, threads: int, is_causal: bool, facts: dict[str, int]) -> int:

@@ -15,7 +15,6 @@ from tilewise.cpu.host.arguments import UNBOUNDED
 from tilewise.cpu.host.call_plan import CallPlan, Division, axes, longest, put_addresses
 from tilewise.cpu.host.compile import current_target, load
 from tilewise.cpu.host.configs import statistics_config
-from tilewise.cpu.host.pool import KEPT_SCRATCH, pool
 
 MOST_TILES = 16  # of queries, that share one converted block of keys
 ITEMS_PER_THREAD = 4  # at least, of heads and parts of heads
@@ -57,24 +56,19 @@ class StatisticsPlan(CallPlan):
         residual = torch.zeros_like(results.lse) if results.residual is None else results.residual
         columns = self.new_columns(inputs, division.words["splits"])
         blocks = self.new_blocks(found.block_sum, division.words)
-        size = division.threads * division.thread_bytes
-        block, scratch = self.take(size)
+        block, scratch = self.take(division)
         put_addresses(
             block.words, 0, 0, 0, q.data_ptr(), k.data_ptr(), v.data_ptr(), 0,
             results.lse.data_ptr(), residual.data_ptr(), scratch, 0, 0,
         )  # fmt: skip
-        block.update(**division.words, **{name: _address(getattr(found, name)) for name in IN_PLACE})
+        block.update(**{name: _address(getattr(found, name)) for name in IN_PLACE})
         if columns is not None:
             strides = columns.stride() if columns.ndim == 4 else (columns.stride(0), 0, *columns.stride()[1:])
             block.update(column_sum=columns.data_ptr(), **axes("column", "pbh", strides))
         if blocks is not None:
             parts = {"block_parts": len(blocks), **axes("block", "pbhi", blocks.stride())}
             block.update(block_sum=blocks.data_ptr(), **parts)
-        kept = self.bind(block, inputs) if self.has_options else None
-        self.launch(block, inputs, division.threads)
-        del kept
-        if size > KEPT_SCRATCH:
-            pool.scratch.release()
+        self.launch(block, inputs, division)
         if columns is not None:
             found = found._replace(column_sum=self.columns_of(columns))
         return found if blocks is None else found._replace(block_sum=blocks.sum(0))
@@ -89,11 +83,7 @@ class StatisticsPlan(CallPlan):
         chunks = -(-tiles_all // tiles)
         parts = min(chunks, -(-ITEMS_PER_THREAD * threads // max(1, heads)) if threads > 1 else 1)
         thread_bytes = facts["scratch_bytes"] + tiles * facts["tile_bytes"]
-        words = {
-            "items": heads * parts, "splits": parts, "chunks": chunks, "tiles": tiles,
-            "scratch_bytes": thread_bytes,
-        }  # fmt: skip
-        return Division(heads * parts, max(1, min(threads, heads * parts)), thread_bytes, words)
+        return self.divided(heads * parts, thread_bytes, {"splits": parts, "chunks": chunks, "tiles": tiles})
 
     def new_columns(self, inputs: Inputs, parts: int) -> Tensor | None:
         """Zeros for the column sums of each part of a head: (parts, batch, heads, keys)."""

@@ -57,6 +57,7 @@ from tilewise.cpu.kernels.common.tiles import BLOCK_K, INF, Head, Scratch, round
 SLACK = 8.0  # scores may be so far above the m that weights count from: they are rounded all the same
 DEGREE = 4  # of 2^f: off by 5e-6, as in the forward
 FEW = 4  # rows whose softmax takes so little that small blocks, which memory likes, cost nothing
+ASKED = 2 << 10  # bytes of keys and values to ask for at each of 16 keys
 S, Q, W, ACC = 0, 2, 3, 4  # tile registers; S + 1 is one of s for few rows, else of k or v
 
 
@@ -223,8 +224,9 @@ class AmxDecodeKernel(SplitKernel):
         """Ask for some of the next keys, or values, at each step of the softmax: memory is never idle."""
         if part == 0 and self.lies_in_rows:
             row, dim = self.ahead[which]
-            for r in loop(0, self.args.asked):
-                prefetch_row(row(j // ROWS * self.args.asked + r), dim, L1)
+            count = max(1, ASKED // (2 * (self.config.head_dim + self.config.head_dim_v)))
+            for r in loop(0, count):
+                prefetch_row(row(j // ROWS * count + r), dim, L1)
 
     def vectors_of(self, s_t: Rows, j: Value) -> list[Ptr]:
         """16 keys of a tile of scores, from j on."""

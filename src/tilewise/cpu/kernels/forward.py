@@ -27,7 +27,7 @@ in its item nor on which thread computes it.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from tilewise.cpu.dsl.control import claim, loop, when
 from tilewise.cpu.dsl.memory import Ptr
@@ -72,6 +72,9 @@ class Tile:
         self.q0 = q0  # its first query
         self.scratch = Scratch(shape, base)
         self.q_t = products.right(self.scratch, shape.pad, shape.block_q)
+        self.reserve(shape)
+
+    def reserve(self, shape: Shape) -> None:
         self.acc_t = self.scratch.rows(shape.pad_v, shape.block_q)  # running output, not normalized
         self.m = self.scratch.rows(1, shape.block_q)  # running maximum
         self.l = self.scratch.rows(1, shape.block_q)  # running sum of exponentials
@@ -84,7 +87,7 @@ class ForwardKernel:
 
     # Of large heads in bfloat16 acc comes and goes less often; of small ones P and s_t stay in L1.
     key_blocks: KeyBlocks = (128, 128), (128, 256), (64, 128), (64, 256)
-    make_tile: Any = Tile
+    make_tile = Tile
 
     def __init__(self, shape: Shape, args: Arguments) -> None:
         self.shape, self.args = shape, args
@@ -177,7 +180,7 @@ class ForwardKernel:
             last.set(select(begin < end, maximum(last, end), last))
         return Value(last.raw)
 
-    def tile(self, q0: Value, t: Value) -> Any:
+    def tile(self, q0: Value, t: Value) -> Tile:
         base = self.scratch.base[self.scratch.bytes][t * self.tile_bytes]
         return self.make_tile(self.products, self.shape, base, q0 + t * self.shape.block_q)
 
@@ -194,7 +197,7 @@ class ForwardKernel:
             for c in shape.columns():
                 tile.acc_t[d, c].store(shape.constant(0.0))
 
-    def load_queries(self, head: Head, tile: Any) -> None:
+    def load_queries(self, head: Head, tile: Tile) -> None:
         source, n = head.query_rows("q", tile.q0), head.seqlen_q - tile.q0
         self.products.take_queries(tile.q_t, self.q, source, n, self.shape.block_q)
 

@@ -18,10 +18,12 @@ caller adds up: no atomics, and the same bits each time on as many threads. `sta
 
 from __future__ import annotations
 
+from typing import Any
+
 from tilewise.cpu.dsl.control import claim, loop
 from tilewise.cpu.dsl.numerics import FLOAT32_DEGREE
 from tilewise.cpu.dsl.vector import Scalar, Value, maximum
-from tilewise.cpu.kernels.common.statistics_sums import Sums, Tile
+from tilewise.cpu.kernels.common.statistics_sums import StatisticsTile, Sums
 from tilewise.cpu.kernels.common.tiles import Arguments, Head, KeyBlocks, Scratch, Shape, round_up
 from tilewise.cpu.kernels.forward import ForwardKernel
 
@@ -30,7 +32,7 @@ class StatisticsKernel(ForwardKernel):
     """The steps that differ from the forward's, in the order in which they run."""
 
     key_blocks: KeyBlocks = ((128, 128),)
-    make_tile = Tile
+    make_tile = StatisticsTile
 
     def __init__(self, shape: Shape, args: Arguments) -> None:
         shape.exp_degree = max(shape.exp_degree, FLOAT32_DEGREE)  # of 16-bit inputs too: weights stay float32
@@ -52,7 +54,7 @@ class StatisticsKernel(ForwardKernel):
                 unasked = maximum(0, head.seqlen_q - args.visited_rows - q0) // self.shape.block_q
                 self.visit(head, q0 + unasked * self.shape.block_q, q1)
 
-    def start(self, head: Head, tile: Tile) -> None:
+    def start(self, head: Head, tile: Any) -> None:
         self.load_queries(head, tile)
         self.sums.start(head, tile)
 
@@ -65,7 +67,9 @@ class StatisticsKernel(ForwardKernel):
         if "column_sum" in self.wanted:
             self.sums.add_columns(head, j0, n)
 
-    def attend_block(self, head: Head, tile: Tile, j0: Value, j: Scalar, keys: tuple[Value, Value]) -> None:
+    def attend_block(
+        self, head: Head, tile: Any, j0: Value, j: Scalar, keys: tuple[Value, Value]
+    ) -> None:
         """Take some keys of one block into the tile's statistics."""
         shape, sums, products = self.shape, self.sums.narrowed(self.shape), self.products
         self.scores.load(head, tile.q0, j0, keys[1])
@@ -82,5 +86,5 @@ class StatisticsKernel(ForwardKernel):
         if "block_sum" in self.wanted:
             sums.sum_blocks(head, tile, j0, *keys)
 
-    def finish(self, head: Head, tile: Tile) -> None:
+    def finish(self, head: Head, tile: Any) -> None:
         self.sums.finish(head, tile)

@@ -113,7 +113,6 @@ class SplitKernel:
             ticket = args.ptr("ticket", "i64")[first]
             is_last = ticket.fetch_add(1, "acq_rel").equals(args.splits - 1)
             with when(args.splits.equals(1) | is_last):  # the ticket of a single split may hold anything
-                ticket.store_release(0)  # for the next call
                 for h, head in self.each_head(batch, kv_head):
                     for r in loop(0, rows):
                         self.merge(self.query_head(head, r), r, first * args.splits * heads + h)

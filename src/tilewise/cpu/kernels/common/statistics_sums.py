@@ -12,7 +12,6 @@ import copy
 
 from tilewise.cpu.dsl.control import loop, when
 from tilewise.cpu.dsl.lanes import any_lane, fold_sums
-from tilewise.cpu.dsl.memory import Ptr
 from tilewise.cpu.dsl.numerics import exp, log
 from tilewise.cpu.dsl.vector import (
     F32,
@@ -34,21 +33,18 @@ from tilewise.cpu.dsl.vector import (
     to_float,
 )
 from tilewise.cpu.kernels.common.dropout import GROUP
-from tilewise.cpu.kernels.common.products import Products
 from tilewise.cpu.kernels.common.tiles import INF, Arguments, Head, Scratch, Shape
-from tilewise.cpu.kernels.forward import weighted
+from tilewise.cpu.kernels.forward import Tile, weighted
 
 OF_ROWS = ("row_max", "entropy", "expected_distance")
 OF_TOTALS = {"entropy", "expected_distance", "top_k"}  # what is divided by the sum of a row's weights
 
 
-class Tile:
-    """One tile of queries."""
+class StatisticsTile(Tile):
+    """One tile of queries, whose lse is known."""
 
-    def __init__(self, products: Products, shape: Shape, base: Ptr, q0: Scalar) -> None:
-        self.q0, config = q0, shape.config
-        self.scratch = scratch = Scratch(shape, base)
-        self.q_t = products.right(scratch, shape.pad, shape.block_q)
+    def reserve(self, shape: Shape) -> None:
+        config, scratch = shape.config, self.scratch
         self.lse, self.residual = (scratch.rows(1, shape.block_q) for _ in range(2))
         self.counted = scratch.rows(1, shape.block_q)  # 1, or 0 where column sums leave a query out
         names = [name for name in OF_ROWS if name in config.statistics]
@@ -77,7 +73,7 @@ class Sums:
         narrow.shape = shape
         return narrow
 
-    def start(self, head: Head, tile: Tile) -> None:
+    def start(self, head: Head, tile: StatisticsTile) -> None:
         """lse, which is infinite beyond the last query, so that weights are 0 there; nothing found yet."""
         shape, kind = self.shape, self.shape.kind
         for c in shape.columns():
@@ -108,7 +104,7 @@ class Sums:
 
     # ---- the k largest
 
-    def rank(self, head: Head, tile: Tile, j0: Value, first: Value, n: Value) -> None:
+    def rank(self, head: Head, tile: StatisticsTile, j0: Value, first: Value, n: Value) -> None:
         """Take the scores of the keys j0 + [first, n) into the lists of the k largest."""
         shape, k = self.shape, self.shape.config.top_k
         for c in shape.columns():
@@ -124,7 +120,7 @@ class Sums:
                             self._insert(tile, c, score, self.first_key(head, j0 + r))
                             least.set(last.load(shape.lanes))
 
-    def _insert(self, tile: Tile, c: int, score: Value, key: Value) -> None:
+    def _insert(self, tile: StatisticsTile, c: int, score: Value, key: Value) -> None:
         """Put a key's score where it belongs in each lane's list; the last one falls out."""
         shape = self.shape
         moved = Var(score)
@@ -143,7 +139,7 @@ class Sums:
 
     # ---- weights
 
-    def weigh(self, tile: Tile, positions: list[Value], j0: Value, first: Value, n: Value) -> None:
+    def weigh(self, tile: StatisticsTile, positions: list[Value], j0: Value, first: Value, n: Value) -> None:
         """p_t = exp(s_t - lse), and what is summed of them. `positions` of the queries among the keys."""
         shape, wanted = self.shape, self.wanted
         for v, c in enumerate(shape.columns()):
@@ -174,7 +170,7 @@ class Sums:
                 cell = tile.found[name][0, c]
                 cell.store(cell.load(shape.lanes) + of_block)
 
-    def sum_blocks(self, head: Head, tile: Tile, j0: Value, first: Value, n: Value) -> None:
+    def sum_blocks(self, head: Head, tile: StatisticsTile, j0: Value, first: Value, n: Value) -> None:
         """Add the weights of the keys j0 + [first, n) to the blocks of `block_sum` that they lie in."""
         shape, args, size, q0 = self.shape, self.args, self.args.block_size, as_int(tile.q0)
         start, count = self.first_key(head, j0), minimum(head.seqlen_q - q0, shape.block_q)
@@ -210,7 +206,7 @@ class Sums:
 
     # ---- the end
 
-    def finish(self, head: Head, tile: Tile) -> None:
+    def finish(self, head: Head, tile: StatisticsTile) -> None:
         """Row statistics into memory. A query that saw no key has maximum -inf, the rest 0, and keys -1."""
         shape, n = self.shape, minimum(head.seqlen_q - tile.q0, self.shape.block_q)
         if self.needs_total:
@@ -223,7 +219,7 @@ class Sums:
         if "top_k" in self.wanted:
             self._store_best(head, tile, n)
 
-    def _divide(self, head: Head, tile: Tile, c: int) -> None:
+    def _divide(self, head: Head, tile: StatisticsTile, c: int) -> None:
         """What belongs to a row is divided by the sum of its weights, that of its sink included."""
         shape, lanes = self.shape, self.shape.lanes
         total, lse, residual = (
@@ -249,7 +245,7 @@ class Sums:
                 key.store(select(score.equals(-INF), none, key.load(lanes)))
                 tile.best[i, c].store(exp((score - lse) - residual, shape.exp_degree) / total)
 
-    def _store_best(self, head: Head, tile: Tile, n: Value) -> None:
+    def _store_best(self, head: Head, tile: StatisticsTile, n: Value) -> None:
         args, k = self.args, self.shape.config.top_k
         row = head.batch * args.lse_b + head.head * args.lse_h + head.q_row0 + tile.q0
         weights = args.ptr("top_weights", self.shape.kind)[row * k]
