@@ -15,7 +15,7 @@ words move as float32.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,7 +23,7 @@ import llvmlite.ir as ir
 
 from tilewise.cpu.dsl.control import loop
 from tilewise.cpu.dsl.lanes import concatenated
-from tilewise.cpu.dsl.memory import Ptr, Rows
+from tilewise.cpu.dsl.memory import Rows
 from tilewise.cpu.dsl.vector import (
     F32,
     I8,
@@ -37,10 +37,9 @@ from tilewise.cpu.dsl.vector import (
     bitcast,
     builder,
     emitter,
-    minimum,
     number,
 )
-from tilewise.cpu.kernels.common.tiles import BF16_STEP, Scratch, column_chunks
+from tilewise.cpu.kernels.common.tiles import BF16_STEP, Scratch
 
 TILE = BF16_STEP  # keys or queries that a product takes at once: two tile registers each way
 ROW, ROWS = 64, 16  # bytes of a tile's row, rows of a tile
@@ -191,16 +190,6 @@ def _number(register: int) -> ir.Constant:
 def words(rows: Rows) -> Rows:
     """Rows of 16-bit numbers as rows of words of two."""
     return Rows(rows.ptr.as_kind("f32"), rows.stride // 2)
-
-
-def copy_rows(dst: Rows, source: Callable[[Value], Ptr], n: Scalar, count: Scalar, dim: int) -> None:
-    """dst[r, :dim] = source(r) as stored, zeros up to dst's width; rows from n on repeat the last."""
-    for r in loop(0, count):
-        row = source(minimum(r, n - 1)).as_kind("i16")
-        for c, width in column_chunks(0, dim, 2 * LANES):
-            dst[r, c].store(row[c].load(width))
-        for c, width in column_chunks(dim, dst.stride, 2 * LANES):
-            dst[r, c].store(Value(ir.Constant(ir.VectorType(I16, width), [0] * width)))
 
 
 def pair_rows(dst: Rows, src: Rows, count: Scalar) -> None:

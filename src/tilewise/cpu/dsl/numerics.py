@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import itertools
 import math
 from collections.abc import Callable, Sequence
@@ -182,27 +181,16 @@ def log(x: Operand) -> tuple[Value, Value]:
     return select(x.equals(x), found, x), left_out
 
 
-def log_sum_exp(m: Operand, l: Operand, unit: float = 1.0) -> tuple[Value, Value]:
-    """lse = unit * m + ln(l), and what rounding has left out of it; (m, 0) where l is 0.
+def log_sum_exp(m: Operand, l: Operand) -> tuple[Value, Value]:
+    """lse = m + ln(l), and what rounding has left out of it; (m, 0) where l is 0.
 
     Their sum is right to the last bit of ln(l), which lse alone loses beside a large m.
     """
     (log_l, log_low), is_empty = log(l), l.equals(0.0)
-    lse = fma(m, like(unit, m), log_l)
-    high, low = product(m, unit)
-    total, rest = exact_sum(high, log_l)
-    residual = ((total - lse) + rest) + (low + log_low)
+    lse, rest = exact_sum(m, log_l)
+    residual = rest + log_low
     residual = select(residual.equals(residual), residual, 0.0)  # NaN where lse is infinite, or NaN itself
     return select(is_empty, m, lse), select(is_empty, 0.0, residual)
-
-
-def product(x: Operand, factor: float) -> tuple[Value, Value]:
-    """x * factor, and what rounding has left out of it, that of the factor included."""
-    if factor == 1.0:
-        return Value(x.raw), Value(like(0.0, x).raw)
-    high = x * factor
-    known = factor if element_of(x.type) == F64 else ctypes.c_float(factor).value
-    return high, fma(x, like(factor - known, x), fma(x, like(known, x), -high))
 
 
 def exact_sum(x: Operand, y: Operand) -> tuple[Value, Value]:

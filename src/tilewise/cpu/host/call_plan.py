@@ -170,14 +170,14 @@ class CallPlan:
 
     def take(self, division: Division) -> tuple[Block, int]:
         """The thread's argument block, with the plan's words, and the address of its scratch."""
-        block, scratch = pool.block, pool.scratch
+        block = pool.block
         if block.template is not self.template:
             block.fill(self.template)
         if self.division is None:
             block.update(**division.words)
-        if division.size > scratch.size:
-            scratch.grow(division.size)
-        return block, scratch.address
+        if division.size > pool.size:
+            pool.grow(division.size)
+        return block, pool.address
 
     def launch(self, block: Block, inputs: Inputs, division: Division) -> bool:
         """Run the kernel; False if it met numbers that tile registers cannot take: what it wrote is void.
@@ -189,7 +189,7 @@ class CallPlan:
         self.run_kernel(block, division)
         del kept
         if division.size > KEPT_SCRATCH:
-            pool.scratch.release()
+            pool.release()
         if self.has_options and self.problem.functions is not None:
             raise_wrong_index(self.problem, block, inputs)
         return not (self.cuts and block.words[NOT_CUT])

@@ -12,27 +12,22 @@ CPU = torch.device("cpu")
 KEPT_SCRATCH = 64 << 20  # bytes; a call that takes more releases them when it is done
 
 
-class Scratch:
-    """Memory for one call at a time."""
-
-    def __init__(self) -> None:
-        self.release()
-
-    def release(self) -> None:
-        self.memory, self.size, self.address = torch.empty(0, device="cpu"), -1, 0
-
-    def grow(self, size: int) -> None:
-        """Have at least `size` bytes at `address`, until the next `grow` or `release`."""
-        self.release()  # before there is more
-        self.memory = torch.empty(size + 64, dtype=torch.uint8, device=CPU)
-        self.size, self.address = size, -(-self.memory.data_ptr() // 64) * 64
-
-
 class Pool(threading.local):
     """Each thread has its own, so that two threads may run one plan at once."""
 
     def __init__(self) -> None:
-        self.block, self.scratch = Block(), Scratch()
+        self.block = Block()
+        self.release()
+
+    def release(self) -> None:
+        """Give the scratch back."""
+        self.memory, self.size, self.address = torch.empty(0, device=CPU), -1, 0
+
+    def grow(self, size: int) -> None:
+        """Have at least `size` bytes of scratch at `address`, until the next `grow` or `release`."""
+        self.release()  # before there is more
+        self.memory = torch.empty(size + 64, dtype=torch.uint8, device=CPU)
+        self.size, self.address = size, -(-self.memory.data_ptr() // 64) * 64
 
 
 pool = Pool()

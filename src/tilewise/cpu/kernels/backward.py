@@ -30,6 +30,7 @@ from collections.abc import Iterator
 from tilewise.cpu.dsl.control import claim, loop, when
 from tilewise.cpu.dsl.lanes import fold_sums
 from tilewise.cpu.dsl.memory import Rows
+from tilewise.cpu.dsl.numerics import exp
 from tilewise.cpu.dsl.vector import Scalar, Value, Var, fma, maximum, minimum, select
 from tilewise.cpu.kernels.common.dropout import Dropout
 from tilewise.cpu.kernels.common.products import at, products_of
@@ -100,7 +101,7 @@ class BackwardKernel:
 
     def shift_and_factor(self, lse: Value, residual: Value) -> tuple[Value, Value]:
         """exp(s - shift) * factor = exp(s - lse - residual); a shift of +inf makes that 0."""
-        raise NotImplementedError
+        return lse, exp(-residual, self.shape.exp_degree)
 
     def step(self, head: Head, q0: Value, j0: Value, j: Value, end: Value) -> None:
         """The tile of queries from q0 on against the keys j0 + j + [0, end): add to dq_t, dv and dk."""
@@ -246,13 +247,10 @@ class BackwardKernel:
         add_in_turn(self, head.query_rows("dq", q0), tile, n, place, is_last)
 
     def dk_scale(self) -> Value:
-        """What ds q is still to be multiplied by: a q that is cut has the scale, in the unit of scores."""
-        if self.config.terms < 2:
-            return self.args.vector("scale", self.shape)
-        is_capped = self.config.has_softcap
-        return (
-            self.args.vector("softcap", self.shape) if is_capped else self.shape.constant(self.products.unit)
-        )
+        """What ds q is still to be multiplied by: a q that is cut has the scale, over the softcap."""
+        if self.config.terms > 1 and not self.config.has_softcap:
+            return self.shape.constant(1.0)
+        return self.args.vector("softcap" if self.config.terms > 1 else "scale", self.shape)
 
     def store_keys(self, head: Head, j0: Value, n: Value) -> None:
         shape, config = self.shape, self.config

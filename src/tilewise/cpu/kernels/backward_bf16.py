@@ -15,13 +15,12 @@ from dataclasses import replace
 
 from tilewise.cpu.dsl.bf16_products import TILE, cut, paired, rounded, words
 from tilewise.cpu.dsl.control import loop, when
-from tilewise.cpu.dsl.numerics import LOG2_E, exp, exp2, product
-from tilewise.cpu.dsl.vector import Operand, Value, absolute, fma, like, maximum, minimum, select
+from tilewise.cpu.dsl.vector import Operand, Value, fma, maximum, minimum, select
 from tilewise.cpu.kernels.backward import BackwardKernel
 from tilewise.cpu.kernels.common.dropout import TileDropout
-from tilewise.cpu.kernels.common.products import DEGREES, at
+from tilewise.cpu.kernels.common.products import at
 from tilewise.cpu.kernels.common.scores import Scores, TileScores
-from tilewise.cpu.kernels.common.tiles import INF, Head, KeyBlocks, Scratch, Shape, round_up
+from tilewise.cpu.kernels.common.tiles import Head, KeyBlocks, Scratch, Shape, round_up
 
 
 class BFloat16BackwardKernel(BackwardKernel):
@@ -106,14 +105,6 @@ class BFloat16BackwardKernel(BackwardKernel):
         """factor * exp(s - shift)."""
         below = s - shift if self.rest is None else fma(s, self.rest, -shift)
         return self.products.power(below) * factor
-
-    def shift_and_factor(self, lse: Value, residual: Value) -> tuple[Value, Value]:
-        """In the unit of scores: then also what rounding has left out of lse / unit."""
-        if self.products.unit == 1.0:
-            return lse, exp(-residual, self.shape.exp_degree)
-        shift, low = product(lse, LOG2_E)
-        low = select(absolute(shift) < INF, fma(residual, like(LOG2_E, residual), low), 0.0)
-        return shift, exp2(-low, DEGREES[self.config.kind])
 
     def keep_bias_gradient(self, r: Value, k: int, ds: list[Value]) -> None:
         """dbias is ds between the derivatives of score function and softcap, which ds gets here."""

@@ -24,7 +24,6 @@ from tilewise.cpu.dsl.bf16_products import (
     ROWS,
     TILE,
     clear_tile,
-    copy_rows,
     load_tile,
     multiply_tiles,
     rounded_words,
@@ -52,7 +51,7 @@ from tilewise.cpu.dsl.vector import (
     steps,
 )
 from tilewise.cpu.kernels.common.splits import Block, SplitKernel
-from tilewise.cpu.kernels.common.tiles import BLOCK_K, INF, Head, Scratch, round_up
+from tilewise.cpu.kernels.common.tiles import BLOCK_K, INF, Head, Scratch, load_rows, round_up
 
 SLACK = 8.0  # scores may be so far above the m that weights count from: they are rounded all the same
 DEGREE = 4  # of 2^f: off by 5e-6, as in the forward
@@ -101,7 +100,7 @@ class AmxDecodeKernel(SplitKernel):
     def load_queries(self, head: Head, rows: Value) -> None:
         """q as it is, in pairs; which query a row is, and its slope."""
         lanes, count = self.shape.lanes, self.row_tiles * self.width
-        copy_rows(self.raw_q, self.query_rows(head, "q"), rows, count, self.config.head_dim)
+        load_rows(self.shape, self.raw_q, self.query_rows(head, "q"), rows, count, self.config.head_dim)
         for c in loop(0, self.shape.pad // 2, lanes):
             for part in range(self.row_tiles):
                 columns = [words(self.raw_q).at(0, c)[part * self.width + r, 0] for r in range(self.width)]
@@ -152,7 +151,7 @@ class AmxDecodeKernel(SplitKernel):
                 self.score_tile(Rows(row(j).as_kind("i16"), self.args.k_n), j)
 
             def copied(j: Value = j) -> None:
-                copy_rows(self.k, lambda r: row(j + r), block.n - j, TILE, self.config.head_dim)
+                load_rows(self.shape, self.k, lambda r: row(j + r), block.n - j, TILE, self.config.head_dim)
                 self.score_tile(self.k, j)
 
             self.take(block.n - j < TILE, self.config.head_dim, whole, copied)
@@ -260,12 +259,12 @@ class AmxDecodeKernel(SplitKernel):
         """acc += w v, of v as it lies but for its last few rows, or of a copy."""
         row, dim, pad = head.key_rows("v", block.j0), self.config.head_dim_v, self.shape.pad_v
         if not self.lies_in_rows or dim % TILE:
-            copy_rows(self.v, row, block.n, round_up(block.n, self.shape.lanes), dim)
+            load_rows(self.shape, self.v, row, block.n, round_up(block.n, self.shape.lanes), dim)
             v, n = self.v, round_up(block.n, self.shape.lanes)
         else:
             v, n = Rows(row(as_int(0)).as_kind("i16"), self.args.v_n), block.n & -ROWS
             with when(n < block.n):
-                copy_rows(self.v, lambda r: row(n + r), block.n - n, ROWS, dim)
+                load_rows(self.shape, self.v, lambda r: row(n + r), block.n - n, ROWS, dim)
         rest, most = pad % (self.acc_tiles * TILE), self.acc_tiles
         for first in range(0, self.rows, self.half):
             for start, stop, count in ((0, pad - rest, most), (pad - rest, pad, rest // TILE)):

@@ -231,7 +231,7 @@ class ForwardKernel:
 
     def attend_block(self, head: Head, tile: Tile, j0: Value, j: Scalar, keys: tuple[Value, Value]) -> None:
         """Fold some keys of the block at j0 + j into the tile's running softmax."""
-        shape, unit = self.shape, self.products.unit
+        shape = self.shape
         m = [tile.m[0, c].load(shape.lanes) for c in shape.columns()]
         self.scores.load(head, tile.q0, j0 + j, keys[1])
         scores = self.scores.at(head, tile.q0, j0 + j)
@@ -239,7 +239,7 @@ class ForwardKernel:
         highest = [x if self.rest is None else x * self.rest for x in highest]
         m_new = [maximum(old, x) for old, x in zip(m, highest)]
         m_finite = [select(x.equals(-INF), 0.0, x) for x in m_new]  # exp(-inf - -inf) would be NaN
-        correction = [exp((old - new) * unit, shape.exp_degree) for old, new in zip(m, m_finite)]
+        correction = [exp(old - new, shape.exp_degree) for old, new in zip(m, m_finite)]
         dropout = self.dropout.at(shape, head, tile.q0, j0 + j) if self.dropout else None
         l, e = self.weigh(m_finite, dropout, *keys)
         self.watch(tile, m, m_finite, highest, correction, e)
@@ -258,17 +258,18 @@ class ForwardKernel:
             if "row_max" in old:
                 tile.found["row_max"][0, c].store(maximum(old["row_max"], highest[v]))
             if "entropy" in old:
-                step = select(m[v].equals(-INF), 0.0, (m[v] - m_new[v]) * self.products.unit)
+                step = select(m[v].equals(-INF), 0.0, m[v] - m_new[v])
                 before = fma(tile.l[0, c].load(self.shape.lanes), step, old["entropy"])
-                tile.found["entropy"][0, c].store(fma(before, correction[v], e[v] * self.products.unit))
+                tile.found["entropy"][0, c].store(fma(before, correction[v], e[v]))
 
     def weigh(self, m: list[Value], dropout: TileDropout | None, first: Value, n: Value) -> Sums:
         """p_t = exp(s_t - m), and the block's sums over keys: one chain over all keys would err more.
 
-        The sums are of all weights; then those that are dropped become 0.
+        The sums are of all weights, and for the entropy of p times what p is the exponential of; then those
+        that are dropped become 0.
         """
         shape, products = self.shape, self.products
-        l, e = self.new_sums()
+        l, e = ([Var(shape.constant(0.0)) for _ in shape.columns()] for _ in range(2))
         for j in loop(first, round_up(n, products.height), GROUP):  # beyond n: p = 0
             kept = dropout and dropout.kept(j, GROUP)
             for v, c in enumerate(shape.columns()):
@@ -282,12 +283,6 @@ class ForwardKernel:
                 if kept:
                     p = [select(masks[v], p_r, 0.0) for masks, p_r in zip(kept, p)]
                 products.put(self.p_t, j, c, p)
-        return l, e
-
-    def new_sums(self) -> Sums:
-        """0, for sums over keys of p and, for the entropy, of p times what p is the exponential of."""
-        columns = self.shape.columns()
-        l, e = ([Var(self.shape.constant(0.0)) for _ in of] for of in (columns, columns * self.has_entropy))
         return l, e
 
     def add_values(
@@ -312,8 +307,11 @@ class ForwardKernel:
         n = minimum(head.seqlen_q - tile.q0, shape.block_q)
         for c in shape.columns():
             l, m = tile.l[0, c].load(shape.lanes), tile.m[0, c].load(shape.lanes)
-            self.finish_statistics(tile, c, l)
-            lse, residual = log_sum_exp(m, l, self.products.unit)
+            if self.has_entropy:  # 0 for a query that saw no key
+                e = tile.found["entropy"][0, c]
+                entropy = maximum(0.0, log(l)[0] - e.load(shape.lanes) / l)
+                e.store(select(l.equals(0.0), 0.0, entropy))
+            lse, residual = log_sum_exp(m, l)
             tile.m[0, c].store(lse)
             self.residual[0, c].store(residual)
         for i in loop(0, n):
@@ -321,16 +319,6 @@ class ForwardKernel:
             for name, area in tile.found.items():
                 head.statistic(name, tile.q0 + i).store(area[0, i].load())
         self.write_out(head, tile, n)
-
-    def finish_statistics(self, tile: Tile, c: int, l: Value) -> None:
-        """In natural units. A query that saw no key has maximum -inf and entropy 0."""
-        for name, area in tile.found.items():
-            cell = area[0, c]
-            x = cell.load(self.shape.lanes)
-            if name == "entropy":
-                cell.store(select(l.equals(0.0), 0.0, maximum(0.0, log(l)[0] - x / l)))
-            else:
-                cell.store(x * self.products.unit)
 
     def write_out(self, head: Head, tile: Tile, n: Value) -> None:
         shape = self.shape

@@ -67,9 +67,7 @@ class StatisticsKernel(ForwardKernel):
         if "column_sum" in self.wanted:
             self.sums.add_columns(head, j0, n)
 
-    def attend_block(
-        self, head: Head, tile: Any, j0: Value, j: Scalar, keys: tuple[Value, Value]
-    ) -> None:
+    def attend_block(self, head: Head, tile: Any, j0: Value, j: Scalar, keys: tuple[Value, Value]) -> None:
         """Take some keys of one block into the tile's statistics."""
         shape, sums, products = self.shape, self.sums.narrowed(self.shape), self.products
         self.scores.load(head, tile.q0, j0, keys[1])

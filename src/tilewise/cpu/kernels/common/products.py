@@ -24,7 +24,6 @@ from tilewise.cpu.dsl.bf16_products import (
     LARGEST,
     SMALLEST,
     TILE,
-    copy_rows,
     cut,
     dot_sums,
     pair_rows,
@@ -37,9 +36,8 @@ from tilewise.cpu.dsl.bf16_products import (
 from tilewise.cpu.dsl.control import loop, when
 from tilewise.cpu.dsl.lanes import any_lane
 from tilewise.cpu.dsl.memory import Ptr, Rows
-from tilewise.cpu.dsl.numerics import LN_2, LOG2_E, exp, exp2
+from tilewise.cpu.dsl.numerics import LOG2_E, exp, exp2
 from tilewise.cpu.dsl.vector import Operand, Scalar, Value, Var, absolute, as_int, fma, maximum, minimum
-from tilewise.cpu.kernels.common.scores import has_options
 from tilewise.cpu.kernels.common.sums import add_to
 from tilewise.cpu.kernels.common.tiles import (
     Arguments,
@@ -59,8 +57,6 @@ Source = Callable[[Value], Ptr]
 
 class Products:
     """Of vectors in the compute type. A left factor may as well be the transpose of rows."""
-
-    unit = 1.0  # of scores: log 2 where an exponential of base 2 takes them
 
     def __init__(self, shape: Shape, args: Arguments, scratch: Scratch) -> None:
         self.shape, self.args = shape, args
@@ -166,7 +162,7 @@ class Products:
         return outer_sums(self.shape, self.height, vectors, end - first, a[0].at(0, first), b[0].at(first, 0))
 
     def power(self, x: Operand) -> Value:
-        """e^x, of x in its unit."""
+        """e^x."""
         return exp(x, self.shape.exp_degree)
 
 
@@ -209,7 +205,7 @@ class BFloat16Products(Products):
     def take(
         self, a: Matrix, source: Source, n: Scalar, count: Scalar, dim: int, factor: Operand | None = None
     ) -> None:
-        copy_rows(a[0], source, n, count, dim)
+        load_rows(self.shape, a[0], source, n, count, dim)
 
     def take_t(self, a_t: Matrix, source: Source, n: Scalar, dim: int) -> None:
         width = self.shape.pad if dim == self.shape.config.head_dim else self.shape.pad_v
@@ -293,11 +289,7 @@ class CutProducts(BFloat16Products):
 
     def __init__(self, shape: Shape, args: Arguments, scratch: Scratch) -> None:
         super().__init__(shape, args, scratch)
-        config = shape.config
-        # 2^x is cheaper than e^x, where scores are nothing but products.
-        self.unit = 1.0 if has_options(config) or config.has_sinks else LN_2
-        assert self.scale is not None
-        self.q_factor, self.scale = self.scale * (1 / self.unit), None
+        self.q_factor, self.scale = self.scale, None
         self.wide = scratch.rows(TILE, max(shape.pad, shape.pad_v))
         self.sums = scratch.rows(TILE, TILE)
 
@@ -337,7 +329,7 @@ class CutProducts(BFloat16Products):
                 _fold(out[r, v * lanes], total, correction[v : v + 1])
 
     def power(self, x: Operand) -> Value:
-        return exp(x, self.degree) if self.unit == 1.0 else exp2(x, self.degree)
+        return exp(x, self.degree)
 
 
 def products_of(shape: Shape, args: Arguments, scratch: Scratch) -> Products:

@@ -186,7 +186,6 @@ class TileScores:
         shape, args = self.shape, head.args
         self.head, self.j0 = head, j0
         first = q0 + head.offset  # the position of the tile's first query among the keys
-        self.first = first
         last_key = head.seqlen_k - 1
         lane = [iota(shape.lanes) + c for c in shape.columns()]
         self.lane_lo = [x + int32(first - args.left) for x in lane]

@@ -150,14 +150,19 @@ def load_rows(
 ) -> None:
     """dst[r, :dim] = source(r), with zeros up to dst's width; rows from n to count repeat the last one.
 
-    A repeated row is as finite as the row itself, so a weight of 0 times it brings in no NaN of its own.
+    Rows of 16 bits stay as stored, others get the compute type. A repeated row is as finite as the row
+    itself, so a weight of 0 times it brings in no NaN of its own.
     """
+    is_raw = dst.ptr.kind == "i16"
+    lanes = BF16_STEP if is_raw else shape.lanes
     for r in loop(0, count):
         row = source(minimum(r, n - 1))
-        for c, width in column_chunks(0, dim, shape.lanes):
-            dst[r, c].store(as_kind(row[c].load(width), shape.kind))
-        for c, width in column_chunks(dim, dst.stride, shape.lanes):
-            dst[r, c].store(number(0.0, shape.kind, width))
+        row = row.as_kind("i16") if is_raw else row
+        for c, width in column_chunks(0, dim, lanes):
+            x = row[c].load(width)
+            dst[r, c].store(x if is_raw else as_kind(x, shape.kind))
+        for c, width in column_chunks(dim, dst.stride, lanes):
+            dst[r, c].store(number(0, "i16", width) if is_raw else number(0.0, shape.kind, width))
 
 
 def store_rows(shape: Shape, target: Callable[[Value], Any], src: Rows, n: Scalar, dim: int) -> None:
