@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import functools
 import operator
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import llvmlite.ir as ir
 
+from tilewise.core.functions.captured import wide_integers
 from tilewise.core.functions.expression import BOOL, FLOAT, FUNCTIONS, INT, Functions, Graph
 from tilewise.cpu.dsl.control import loop, when
 from tilewise.cpu.dsl.elementary import elementary
 from tilewise.cpu.dsl.lanes import across, any_lane, first_lane
-from tilewise.cpu.dsl.memory import Ptr, Rows
+from tilewise.cpu.dsl.memory import Ptr
 from tilewise.cpu.dsl.numerics import quotient
 from tilewise.cpu.dsl.operations import OPERATIONS, converted, floor_quotient, is_invertible, power
 from tilewise.cpu.dsl.vector import (
@@ -35,24 +36,29 @@ from tilewise.cpu.dsl.vector import (
     splat,
 )
 from tilewise.cpu.host.arguments import DIMENSION_BITS, INDEX_BITS
-from tilewise.cpu.kernels.common.tiles import Head, Shape
+from tilewise.cpu.kernels.common.tiles import Head, Scratch, Shape
 
 Known = dict[tuple[Any, ...], Operand]
 LANE, LINE = "lane", "line"
 
 
-class Expression(Protocol):
-    """What a scope reads of a kernel's functions."""
+class Expression:
+    """What a kernel computes of its functions: the nodes that `roots` need. `lane`: "i" or "j", in lanes."""
 
-    functions: Functions
-    graph: Graph
-    levels: list[frozenset[str]]  # of each node, which of LANE and LINE it depends on
-    wide: frozenset[int]
-    places: Rows  # of the numbers that a vector of loads reads
-    terms: Rows  # what is added to these
+    def __init__(
+        self, shape: Shape, scratch: Scratch, functions: Functions, graph: Graph, roots: list[int], lane: str
+    ) -> None:
+        self.functions, self.graph = functions, graph
+        self.order = self.graph.reachable(roots)
+        self.levels = levels_of(graph, lane)  # of each node, which of LANE and LINE it depends on
+        self.wide = wide_integers(graph, functions)
+        self.places = scratch.rows(1, shape.lanes, "i64")  # of the numbers that a vector of loads reads
+        self.terms = scratch.rows(1, shape.lanes)  # what is added to these
 
+    @functools.cache  # noqa: B019 - it goes with the kernel's builder
     def needed(self, root: int) -> list[int]:
         """What a node is computed from, and itself."""
+        return [n for n in self.graph.reachable([root]) if self.graph.nodes[n].op != "const"]
 
 
 def levels_of(graph: Graph, lane: str) -> list[frozenset[str]]:
@@ -107,9 +113,17 @@ class Scope:
         self.known, self.wrong = known, wrong
         self.scores: dict[tuple[int, int], Value] = {}
 
-    def inner(self) -> Scope:
-        """The same point inside of a branch, whose values are of no use behind it."""
-        return Scope(self.owner, self.shape, self.head, self.indices, dict(self.known), [])
+    def inner(self, **indices: list[Value]) -> Scope:
+        """The same point where more is known, or in a branch: what is computed is of no use behind it."""
+        known = dict(self.known)
+        return Scope(self.owner, self.shape, self.head, self.indices | indices, known, [])
+
+    def compute_early(self, later: str, vectors: int) -> None:
+        """All that does not depend on what is known later: LANE or LINE."""
+        for n in self.owner.order:
+            if later not in self.levels[n] and self.graph.nodes[n].op != "const":
+                for v in range(vectors) if LANE in self.levels[n] else (0,):
+                    self.at(n, 0, v)
 
     def at(self, n: int, r: int, v: int) -> Operand:
         """The value of a node."""

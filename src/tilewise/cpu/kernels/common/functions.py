@@ -11,9 +11,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from typing import Any
 
-from tilewise.core.functions.captured import wide_integers
 from tilewise.core.functions.derivative import derivative
 from tilewise.core.functions.expression import BOOL, FLOAT, decode
 from tilewise.core.functions.tile_map import EMPTY, FULL
@@ -33,33 +31,29 @@ from tilewise.cpu.dsl.vector import (
     select,
     splat,
 )
-from tilewise.cpu.kernels.common.function_scope import LANE, LINE, Scope, Wrong, any_of, levels_of, report
+from tilewise.cpu.kernels.common.function_scope import LANE, LINE, Expression, Scope, Wrong, any_of, report
 from tilewise.cpu.kernels.common.tiles import INF, Grid, Head, Scratch, Shape
 
 
-class KernelFunctions:
+class KernelFunctions(Expression):
     """The functions of one kernel: their expression, and which tiles they leave empty, full or partial.
 
     `lane`: what lanes hold, "i" (queries, in tiles) or "j" (keys, of few queries).
     """
 
     def __init__(self, shape: Shape, scratch: Scratch, with_slope: bool = False, lane: str = "i") -> None:
-        self.functions = decode(shape.config.functions)
-        self.graph, self.slope = self.functions.graph, None
+        functions = decode(shape.config.functions)
+        graph, self.slope = functions.graph, None
         self.load_slopes: dict[int, int] = {}  # of loads whose gradient is wanted: d score / d load
-        if with_slope and self.functions.score is not None:
-            self.graph, slope, loads = derivative(self.functions)
-            self.slope = self.graph.const(0.0) if slope is None else slope
-            tensors, nodes = self.functions.tensors, self.graph.nodes
+        if with_slope and functions.score is not None:
+            graph, slope, loads = derivative(functions)
+            self.slope = graph.const(0.0) if slope is None else slope
+            tensors, nodes = functions.tensors, graph.nodes
             self.load_slopes = {n: g for n, g in loads.items() if tensors[nodes[n].value].wants_grad}
-        self.mask, self.score = self.functions.mask, self.functions.score
-        self.has_map = bool(self.functions.hiding)
+        self.mask, self.score = functions.mask, functions.score
+        self.has_map = bool(functions.hiding)
         roots = [n for n in (self.mask, self.score, self.slope, *self.load_slopes.values()) if n is not None]
-        self.order = self.graph.reachable(roots)
-        self.levels = levels_of(self.graph, lane)
-        self.wide = wide_integers(self.graph, self.functions)
-        self.places = scratch.rows(1, shape.lanes, "i64")  # of the numbers that a vector of loads reads
-        self.terms = scratch.rows(1, shape.lanes)
+        super().__init__(shape, scratch, functions, graph, roots, lane)
         self.slopes: Rows | None = None
         if self.slope is not None and self.graph.value(self.slope) != 1.0:
             self.slopes = scratch.rows(shape.block_k, shape.block_q)
@@ -68,11 +62,6 @@ class KernelFunctions:
             for g in sorted(set(self.load_slopes.values()))
             if self.graph.value(g) is None
         }
-
-    @functools.cache  # noqa: B019 - it goes with the kernel's builder
-    def needed(self, root: int) -> list[int]:
-        """What a node is computed from, and itself."""
-        return [n for n in self.graph.reachable([root]) if self.graph.nodes[n].op != "const"]
 
     def map_row(self, head: Head, q0: Scalar) -> Ptr:
         """The kinds of the tiles that queries from q0 on are in."""
@@ -122,10 +111,7 @@ class TileFunctions:
         self.exists = [query <= last for query in queries]
         self.queries = [minimum(query, last) for query in queries]
         self.tile = Scope(owner, shape, head, {"i": self.queries}, {}, [])
-        for n in owner.order:
-            if LINE not in owner.levels[n] and owner.graph.nodes[n].op != "const":
-                for v in range(shape.vectors) if LANE in owner.levels[n] else (0,):
-                    self.tile.at(n, 0, v)
+        self.tile.compute_early(LINE, shape.vectors)
         self.any_wrong = any_of(self.tile.wrong)
 
     def kind(self, j: Scalar) -> Value:
@@ -139,8 +125,7 @@ class TileFunctions:
     def scope(self, j: Scalar, count: int) -> Scope:
         """To compute the functions of `count` keys from j0 + j on; those behind the last repeat it."""
         keys = [minimum(as_int(self.j0) + (as_int(j) + r), self.head.seqlen_k - 1) for r in range(count)]
-        indices = {"i": self.queries, "j": keys}
-        return Scope(self.owner, self.shape, self.head, indices, dict(self.tile.known), [])
+        return self.tile.inner(j=keys)
 
     def apply_score(self, s: Grid, j: Scalar) -> Scope:
         """The score function on scores, in place; its slope, if one is wanted, into `slopes`."""
@@ -209,20 +194,14 @@ class RowFunctions:
     """The functions of query i of a head, keys in lanes."""
 
     def __init__(self, owner: KernelFunctions, shape: Shape, head: Head, i: Value) -> None:
-        self.owner, self.shape, self.head = owner, shape, head
-        self.i, self.known, self.wrong = [i], {}, []  # type: ignore[var-annotated]
-        scope = self._scope([], self.known, self.wrong)
-        for n in owner.order:
-            if LANE not in owner.levels[n] and owner.graph.nodes[n].op != "const":
-                scope.at(n, 0, 0)
-
-    def _scope(self, keys: list[Value], known: Any, wrong: list[Wrong]) -> Scope:
-        return Scope(self.owner, self.shape, self.head, {"i": self.i, "j": keys}, known, wrong)
+        self.owner, self.head = owner, head
+        self.row = Scope(owner, shape, head, {"i": [i]}, {}, [])
+        self.row.compute_early(LANE, 1)
+        self.last = splat(int32(head.seqlen_k - 1), shape.lanes)
 
     def scope(self, key: Value) -> Scope:
         """To compute the functions at a vector of keys; those behind the last repeat it."""
-        last = splat(int32(self.head.seqlen_k - 1), self.shape.lanes)
-        return self._scope([minimum(key, last)], dict(self.known), [])
+        return self.row.inner(j=[minimum(key, self.last)])
 
     def visible(self, key: Value, exists: Value) -> Value:
         """Which of the keys the mask function shows; `exists`: those that count."""
@@ -242,5 +221,5 @@ class RowFunctions:
         return found
 
     def _report(self, scope: Scope, seen: Value) -> None:
-        for load in (*self.wrong, *scope.wrong):
+        for load in (*self.row.wrong, *scope.wrong):
             report(self.head, load, seen)
