@@ -82,7 +82,10 @@ class CallPlan:
 
     def _describe_problem(self) -> None:
         problem, visibility = self.problem, self.problem.visibility()
+        slopes, table = self.given.alibi_slopes, self.given.page_table
         self.template.update(
+            slopes_b=problem.num_heads if slopes is not None and len(slopes.shape) == 2 else 0,
+            page_b=0 if table is None else table.shape[1],
             num_heads=problem.num_heads,
             num_kv_heads=problem.num_kv_heads,
             group=problem.group_size,
@@ -144,18 +147,12 @@ class CallPlan:
                 t = _last_dimension_dense(t)
                 block.update(**{name: t.data_ptr()}, **axes(name, "bhij", broadcast_strides(t)))
                 kept.append(t)
-        if inputs.alibi_slopes is not None:
-            slopes = inputs.alibi_slopes.to(dtype).contiguous()
-            block.update(slopes=slopes.data_ptr(), slopes_b=problem.num_heads if slopes.ndim == 2 else 0)
-            kept.append(slopes)
-        if inputs.sinks is not None:
-            sinks = inputs.sinks.to(dtype).contiguous()
-            block.update(sinks=sinks.data_ptr())
-            kept.append(sinks)
-        if inputs.page_table is not None:
-            table = inputs.page_table.to(torch.int32).contiguous()
-            block.update(page_table=table.data_ptr(), page_b=table.shape[1])
-            kept.append(table)
+        others = ("slopes", inputs.alibi_slopes, dtype), ("sinks", inputs.sinks, dtype)
+        for name, t, kind in (*others, ("page_table", inputs.page_table, torch.int32)):
+            if t is not None:
+                t = t.to(kind).contiguous()
+                block.update(**{name: t.data_ptr()})
+                kept.append(t)
         if problem.dropout_p > 0:
             names = ("seed", "drop_q", "drop_k", "drop_head", "drop_heads")
             block.update(**dict(zip(names, inputs.dropout_seed.view(-1).tolist())))  # type: ignore[union-attr]

@@ -182,19 +182,16 @@ class DecodeKernel(SplitKernel):
 
     def multiply(self, q: Rows, k: list[Ptr], s: Rows, ahead: list[Ptr]) -> None:
         """s = k q of all rows and `tile_k` keys; `ahead` are rows to ask for meanwhile."""
+        depth, line, pad = self.depth, 64 // k[0].item, q.stride // self.group
+        columns = range(0, pad, line if pad % line == 0 else self.shape.lanes)
         for first in range(0, self.row_groups, self.groups):
             groups = range(first, min(first + self.groups, self.row_groups))
-            self.multiply_groups(groups, q, k, s, [] if first else ahead)
-
-    def multiply_groups(self, groups: range, q: Rows, k: list[Ptr], s: Rows, ahead: list[Ptr]) -> None:
-        depth, line, pad = self.depth, 64 // k[0].item, q.stride // self.group
-        step = line if pad % line == 0 else self.shape.lanes
-        dots = self.dots(groups, q, k, range(0, pad, step), ahead)
-        for g, sums in zip(groups, dots):
-            for key in range(0, self.tile_k, depth):
-                folded = fold_sums(sums[key : key + depth])
-                for i in range(min(self.group, self.rows - g * self.group)):
-                    s[g * self.group + i, key].store(lanes_of(folded, i * depth, depth))
+            dots = self.dots(groups, q, k, columns, [] if first else ahead)
+            for g, sums in zip(groups, dots):
+                for key in range(0, self.tile_k, depth):
+                    folded = fold_sums(sums[key : key + depth])
+                    for i in range(min(self.group, self.rows - g * self.group)):
+                        s[g * self.group + i, key].store(lanes_of(folded, i * depth, depth))
 
     def dots(self, groups: range, q: Rows, k: list[Ptr], columns: range, ahead: list[Ptr]) -> Grid:
         """Sums of `depth` products side by side, over some columns; long ones are sums of two halves."""
@@ -223,7 +220,10 @@ class DecodeKernel(SplitKernel):
         m_finite = select(m_new.equals(-INF), 0.0, m_new)  # exp(-inf - -inf) would be NaN
         correction = exp(m_old - m_finite, shape.exp_degree)
         l = Var(self.l[r, 0].load(shape.lanes) * correction)
-        self.sum_weights(r, block, m_finite, l)
+        for j in loop(0, block.n, shape.lanes):
+            p = exp(self.p[r, j].load(shape.lanes) - m_finite, shape.exp_degree)
+            self.p[r, j].store(p)
+            l.set(l + p)
         self.m[r, 0].store(m_new)
         self.l[r, 0].store(l)
         self.correction[r, 0].store(correction)
@@ -248,14 +248,6 @@ class DecodeKernel(SplitKernel):
             self.p[r, j].store(s)
             largest.set(maximum(largest, s))
         return largest
-
-    def sum_weights(self, r: Value, block: Block, m: Value, l: Var) -> None:
-        """p = exp(s - m); l += p."""
-        shape = self.shape
-        for j in loop(0, block.n, shape.lanes):
-            p = exp(self.p[r, j].load(shape.lanes) - m, shape.exp_degree)
-            self.p[r, j].store(p)
-            l.set(l + p)
 
     def add_values(self, head: Head, block: Block) -> None:
         """acc = correction * acc + p v, a few columns of v at a time for all rows."""

@@ -144,28 +144,21 @@ class AmxDecodeKernel(SplitKernel):
         return lambda j: row(minimum(j, block.end - 1 - block.j0))
 
     def score(self, head: Head, block: Block) -> None:
+        """s of keys where they lie, or of a copy: of the last few, of small pages, of rows to be padded."""
         row = head.key_rows("k", block.j0)
         for j in loop(0, block.n, TILE):
+            if not self.lies_in_rows or self.config.head_dim % TILE:
+                self.score_copied(row, j, block.n)
+                continue
+            with either(block.n - j < TILE) as (few, all_there):
+                with few:
+                    self.score_copied(row, j, block.n)
+                with all_there:
+                    self.score_tile(Rows(row(j).as_kind("i16"), self.args.k_n), j)
 
-            def whole(j: Value = j) -> None:
-                self.score_tile(Rows(row(j).as_kind("i16"), self.args.k_n), j)
-
-            def copied(j: Value = j) -> None:
-                load_rows(self.shape, self.k, lambda r: row(j + r), block.n - j, TILE, self.config.head_dim)
-                self.score_tile(self.k, j)
-
-            self.take(block.n - j < TILE, self.config.head_dim, whole, copied)
-
-    def take(self, are_few: Value, dim: int, whole: Callable[[], None], copied: Callable[[], None]) -> None:
-        """Use keys where they lie, or a copy: of the last few, of small pages, of rows to be padded."""
-        if not self.lies_in_rows or dim % TILE:
-            copied()
-            return
-        with either(are_few) as (few, all_there):
-            with few:
-                copied()
-            with all_there:
-                whole()
+    def score_copied(self, row: Callable[[Scalar], Ptr], j: Value, n: Value) -> None:
+        load_rows(self.shape, self.k, lambda r: row(j + r), n - j, TILE, self.config.head_dim)
+        self.score_tile(self.k, j)
 
     def score_tile(self, k: Rows, j: Value) -> None:
         """s of the 32 keys from j on."""

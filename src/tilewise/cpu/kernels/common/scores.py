@@ -283,19 +283,15 @@ class TileScores:
         return is_edge
 
     def hide(self, s: Grid, j: Value) -> None:
-        """-inf where a query does not see one of the keys j0 + [j, j + rows)."""
-        self._hide_outside(s, j)
-        if self.functions is not None and self.has_mask_function:
-            with when(self.functions.is_partial(j)):
-                self.functions.report(s, self.functions.hide(s, j))
-
-    def _hide_outside(self, s: Grid, j: Value) -> None:
-        """What lies beyond window and ends."""
+        """-inf where a query does not see one of the keys j0 + [j, j + rows): window, ends, mask function."""
         for r, row in enumerate(s):
             for v, x in enumerate(row):
                 key = splat(int32(self.j0 + j + r), self.shape.lanes)
                 is_visible = (key >= self.lane_lo[v]) & (key <= self.lane_hi[v])
                 x.set(select(is_visible, x, -INF))
+        if self.functions is not None and self.has_mask_function:
+            with when(self.functions.is_partial(j)):
+                self.functions.report(s, self.functions.hide(s, j))
 
     def _option(self, name: str, j: Value, r: int, v: int) -> Value:
         shape = self.shape
