@@ -71,7 +71,7 @@ class DecodeKernel(SplitKernel):
         self.copies_k = not (is_whole and (self.depth == lanes or self.config.kind == shape.kind))
         self.copies_v = self.config.head_dim_v != shape.pad_v
         self.k = scratch.rows(self.tile_k, shape.pad)
-        self.v = scratch.rows(self.block_k, shape.pad_v if self.copies_v else self.vectors * lanes)
+        self.v = scratch.rows(self.block_k * self.copies_v, shape.pad_v)
         self.raw_q = scratch.rows(self.rows, shape.pad)
         self.p = scratch.rows(round_up(self.rows, lanes), self.block_k)  # s until the exponential is taken
         self.m_rows = self.rows  # all lanes of m are alike
@@ -266,21 +266,14 @@ class DecodeKernel(SplitKernel):
         shape, lanes = self.shape, self.shape.lanes
         columns = [x * lanes for x in range(vectors)]
         p_rows = self.p.at(r, 0)
-        keeps = not self.copies_v and r == 0 and self.rows > self.tile
         item = BYTES[self.config.kind]
         lines = range(0, vectors * lanes, 64 // item)[r // self.tile :: self.rows // self.tile]
         pv = [[Var(shape.constant(0.0)) for _ in columns] for _ in range(self.tile)]
         for k in loop(0, n):
-            if self.copies_v:
-                source = self.v[k, column]
-            else:
-                source = row(k)[column] if r == 0 else self.v[k, 0]
+            source = self.v[k, column] if self.copies_v else row(k)[column]
             v = [source[c].load(lanes) for c in columns]
             for c in lines:
                 prefetch(later(k)[column][c])
-            if keeps:
-                for c, v_c in zip(columns, v):
-                    self.v[k, c].store(v_c)
             for i, sums in enumerate(pv):
                 p = p_rows[i, k].splat(lanes)
                 for v_c, total in zip(v, sums):

@@ -99,8 +99,13 @@ class Products:
         """Room for a left factor of so many rows as a right factor: see `pair`."""
         return a
 
-    def take(self, a: Matrix, source: Source, n: Scalar, count: Scalar, dim: int) -> None:
-        """A left factor: a[r, :dim] = source(r), 0 beyond; rows from n to count repeat the last one."""
+    def take(
+        self, a: Matrix, source: Source, n: Scalar, count: Scalar, dim: int, factor: Operand | None = None
+    ) -> None:
+        """A left factor: a[r, :dim] = source(r), 0 beyond; rows from n to count repeat the last one.
+
+        `factor`: what numbers that are cut are multiplied by before.
+        """
         load_rows(self.shape, a[0], source, n, count, dim)
 
     def take_t(self, a_t: Matrix, source: Source, n: Scalar, dim: int) -> None:
@@ -201,11 +206,6 @@ class BFloat16Products(Products):
 
     def paired(self, a: Matrix, scratch: Scratch, rows: int) -> Matrix:
         return self.right(scratch, rows, a[0].stride)
-
-    def take(
-        self, a: Matrix, source: Source, n: Scalar, count: Scalar, dim: int, factor: Operand | None = None
-    ) -> None:
-        load_rows(self.shape, a[0], source, n, count, dim)
 
     def take_t(self, a_t: Matrix, source: Source, n: Scalar, dim: int) -> None:
         width = self.shape.pad if dim == self.shape.config.head_dim else self.shape.pad_v

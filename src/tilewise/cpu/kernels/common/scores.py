@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from tilewise.core.functions.expression import decode
 from tilewise.cpu.dsl.control import either, loop, when
 from tilewise.cpu.dsl.lanes import any_lane, fold_sums, transpose
 from tilewise.cpu.dsl.memory import Ptr, Rows, prefetch_row
@@ -27,18 +26,10 @@ from tilewise.cpu.dsl.vector import (
     splat,
     to_float,
 )
-from tilewise.cpu.host.arguments import Config
 from tilewise.cpu.kernels.common.functions import KernelFunctions
 from tilewise.cpu.kernels.common.tiles import INF, Grid, Head, Scratch, Shape, column_chunks, transpose_rows
 
 BYTES_AT_ONCE = 32  # of a mask
-
-
-def has_options(config: Config) -> bool:
-    """Whether scores take more than a scale and what hides them."""
-    if config.functions and decode(config.functions).score is not None:
-        return True
-    return bool(config.has_softcap or config.has_alibi or config.has_mask or config.bias_kind)
 
 
 class Scores:
@@ -51,7 +42,9 @@ class Scores:
         self.shape, self.config = shape, shape.config
         config = self.config
         self.functions = KernelFunctions(shape, scratch, with_slopes) if config.functions else None
-        self.has_options = has_options(config)
+        has_score_function = self.functions is not None and self.functions.score is not None
+        others = config.has_softcap or config.has_alibi or config.has_mask or config.bias_kind
+        self.has_options = bool(has_score_function or others)  # more than a scale and what hides scores
         self.skips_masked = config.has_mask and not config.key_block  # one block is soon done
         self.cap_slope = None
         if with_slopes and config.has_softcap:
