@@ -169,48 +169,14 @@ class BiasSizes(NamedTuple):
     per_split: int  # iterations of one program; the splits are summed afterwards
 
 
-class DecodeSizes(NamedTuple):
-    """Integers of a decoding call; see `gpu.triton.decode`. None: absent from the compiled kernel."""
+@dataclass(frozen=True, kw_only=True)
+class DecodeConfig(KernelConfig):
+    """Compile-time choices of the decoding kernels, whose values are in one chunk of columns."""
 
-    batch: int
-    num_heads: int
-    num_kv_heads: int
-    seqlen_q: int
-    seqlen_k: int
-    stride_page_table: int
-    num_pages: int  # or entries of a cache
-    window_left: int | None
-    window_right: int | None
-    row_tiles: int  # tiles of rows that one key head has
-    segments: int  # of each sequence: key heads times row tiles
-    workers: int
-
-
-@dataclass(frozen=True)
-class DecodeConfig:
-    """Compile-time choices of the decoding kernels."""
-
-    BLOCK_M: int
-    BLOCK_N: int
     ROWS: int  # rows of a tile that are stored, at most BLOCK_M
-    HEAD_DIM: int
-    HEAD_DIM_V: int
-    BLOCK_D: int  # columns of the keys' first chunk
-    BLOCK_REST: int  # and of what is left, 0 if nothing: 576 = 512 + 64
-    BLOCK_DV: int
     BLOCK_B: int  # batch, padded to 16 or a larger power of two
-    GROUP_SIZE: int
-    PAGE_SIZE: int  # 0: keys are not paged
-    HAS_SOFTCAP: bool
-    IS_FOLDED: bool
     IS_SHARED: bool  # the values are the first columns of the keys, as in absorbed MLA
     IS_TRANSPOSED: bool  # keys along the rows of the score tile
-    HAS_PDL: bool  # programmatic dependent launch
-    PRECISION: str
-    MASK: Any = None  # there are no functions here
-    SCORE: Any = None
-    HAS_SLOPE: bool = False
-    IS_GUARDED: bool = False
 
 
 class Sequence(NamedTuple):

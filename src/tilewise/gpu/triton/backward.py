@@ -20,21 +20,19 @@ import triton
 import triton.language as tl
 
 from tilewise.gpu.triton.arguments import Extras, Sequence, Sizes, Source
-from tilewise.gpu.triton.functions.inlined import before_function, visited_tile, visited_tiles
+from tilewise.gpu.triton.loops import key_regions, query_regions, tile_loops, tile_start
 from tilewise.gpu.triton.primitives import (
-    LOG2E,
     STAT_BLOCK,
-    edge_tile,
+    before_function,
     exponentials,
-    full_end,
     keep_tile,
-    key_regions,
     let_next_kernel_start,
+    load_lse,
     load_scores,
     load_stat,
     logits,
     padded_stat_start,
-    query_regions,
+    sink_weight,
     softmax_stats,
     stat_start,
     store_scores,
@@ -99,17 +97,14 @@ def attn_bwd_prepare_kernel(
             delta += tl.sum(o_tile[1].to(tl.float32) * do_tile[1].to(tl.float32), 1)
         if dlse_ptr is not None:
             delta -= tl.load(dlse_ptr + first + i, mask=exists, other=0.0)
-        lse = tl.load(lse_ptr + first + i, mask=exists, other=float("inf"))
-        residual = tl.zeros((BLOCK_M,), tl.float32)
-        if residual_ptr is not None:
-            residual += tl.load(residual_ptr + first + i, mask=exists, other=0.0)
+        lse, residual = load_lse(lse_ptr, residual_ptr, first + i, exists, BLOCK_M)
         shift, low = softmax_stats(lse, residual, factors, cfg)
         tl.store(shift_ptr + first_padded + i, shift)
         tl.store(low_ptr + first_padded + i, low)
         tl.store(delta_ptr + first_padded + i, delta)
         if sinks is not None:
-            p_sink = tl.exp2(((tl.load(sinks + h).to(tl.float32) - lse) - residual) * LOG2E)
-            dsink -= tl.where(lse == float("-inf"), 0.0, p_sink) * delta
+            p_sink, _ = sink_weight(sinks, h, lse, residual)
+            dsink -= p_sink * delta
     if sinks is not None:
         tl.store(dsinks_ptr + part, tl.sum(dsink, 0))
 
@@ -163,35 +158,22 @@ def attn_bwd_dkdv_kernel(
         h = kv_head * cfg.GROUP_SIZE + member
         seq = Sequence(b, h, seqlen_q, seqlen_k, seqlen_k - seqlen_q, first_col)
         j1 = tl.minimum(j0 + BLOCK_N, seqlen_k)
-        lo, full_lo, full_hi, hi = query_regions(j0, j1, seq, sizes, cfg.BLOCK_M)
-        if extras.visits is not None:
-            columns = tl.cdiv(seqlen_q, cfg.BLOCK_M)
-            row, full, count = visited_tiles(b, h, tile, tl.cdiv(seqlen_k, BLOCK_N), sizes, extras.visits)
-            for n in range(full):
-                i0 = visited_tile(n, row, columns, extras.visits) * cfg.BLOCK_M
-                dk_acc, dv_acc = dkdv_step(
-                    dk_acc, dv_acc, k_tile, v_tile, q, do, shift_ptr, low_ptr, delta_ptr, i0, j0, q_start,
-                    seq, ragged, extras, sizes, factors, cfg, False, dk is not None, dv is not None,
-                )  # fmt: skip
-            for n in range(full, count):
-                i0 = visited_tile(n, row, columns, extras.visits) * cfg.BLOCK_M
-                dk_acc, dv_acc = dkdv_step(
-                    dk_acc, dv_acc, k_tile, v_tile, q, do, shift_ptr, low_ptr, delta_ptr, i0, j0, q_start,
-                    seq, ragged, extras, sizes, factors, cfg, True, dk is not None, dv is not None,
-                )  # fmt: skip
-        else:
-            full_hi = full_end(full_lo, full_hi, j1 == j0 + BLOCK_N, extras, cfg)
-            for i0 in range(full_lo, full_hi, cfg.BLOCK_M):
-                dk_acc, dv_acc = dkdv_step(
-                    dk_acc, dv_acc, k_tile, v_tile, q, do, shift_ptr, low_ptr, delta_ptr, i0, j0, q_start,
-                    seq, ragged, extras, sizes, factors, cfg, False, dk is not None, dv is not None,
-                )  # fmt: skip
-            for n in range(lo, hi - (full_hi - full_lo), cfg.BLOCK_M):
-                i0 = edge_tile(n, full_lo, full_hi)
-                dk_acc, dv_acc = dkdv_step(
-                    dk_acc, dv_acc, k_tile, v_tile, q, do, shift_ptr, low_ptr, delta_ptr, i0, j0, q_start,
-                    seq, ragged, extras, sizes, factors, cfg, True, dk is not None, dv is not None,
-                )  # fmt: skip
+        loops = tile_loops(
+            query_regions(j0, j1, seq, sizes, cfg.BLOCK_M), j1 == j0 + BLOCK_N, tile,
+            tl.cdiv(seqlen_k, BLOCK_N), seqlen_q, seq, sizes, extras, cfg.BLOCK_M, cfg,
+        )  # fmt: skip
+        for n in range(loops.full, loops.full_end, cfg.BLOCK_M):
+            i0 = tile_start(n, loops, extras.visits, cfg.BLOCK_M, False)
+            dk_acc, dv_acc = dkdv_step(
+                dk_acc, dv_acc, k_tile, v_tile, q, do, shift_ptr, low_ptr, delta_ptr, i0, j0, q_start,
+                seq, ragged, extras, sizes, factors, cfg, False, dk is not None, dv is not None,
+            )  # fmt: skip
+        for n in range(loops.edge, loops.edge_end, cfg.BLOCK_M):
+            i0 = tile_start(n, loops, extras.visits, cfg.BLOCK_M, True)
+            dk_acc, dv_acc = dkdv_step(
+                dk_acc, dv_acc, k_tile, v_tile, q, do, shift_ptr, low_ptr, delta_ptr, i0, j0, q_start,
+                seq, ragged, extras, sizes, factors, cfg, True, dk is not None, dv is not None,
+            )  # fmt: skip
     if IS_SECOND:
         wait_for_kernel_before(cfg)
     if dk is not None:
@@ -280,37 +262,22 @@ def attn_bwd_dq_kernel(
     delta = load_stat(delta_ptr + first_stat, i0, BLOCK_M)
     dq_acc = zero_tile(BLOCK_M, QK)
     i1 = tl.minimum(i0 + BLOCK_M, seq.seqlen_q)
-    lo, full_lo, full_hi, hi = key_regions(i0, i1, seq, sizes, cfg.BLOCK_N)
-    if extras.visits is not None:
-        columns = tl.cdiv(seq.seqlen_k, cfg.BLOCK_N)
-        row, full, count = visited_tiles(
-            seq.b, seq.h, i0 // BLOCK_M, tl.cdiv(seq.seqlen_q, BLOCK_M), sizes, extras.visits
-        )
-        for n in range(full):
-            j0 = visited_tile(n, row, columns, extras.visits) * cfg.BLOCK_N
-            dq_acc = dq_step(
-                dq_acc, q_tile, do_tile, shift, low, delta, k, v, dbias, dcaptured, i0, j0, k_start,
-                seq, ragged, extras, sizes, factors, cfg, False,
-            )  # fmt: skip
-        for n in range(full, count):
-            j0 = visited_tile(n, row, columns, extras.visits) * cfg.BLOCK_N
-            dq_acc = dq_step(
-                dq_acc, q_tile, do_tile, shift, low, delta, k, v, dbias, dcaptured, i0, j0, k_start,
-                seq, ragged, extras, sizes, factors, cfg, True,
-            )  # fmt: skip
-    else:
-        full_hi = full_end(full_lo, full_hi, i1 == i0 + BLOCK_M, extras, cfg)
-        for j0 in range(full_lo, full_hi, cfg.BLOCK_N):
-            dq_acc = dq_step(
-                dq_acc, q_tile, do_tile, shift, low, delta, k, v, dbias, dcaptured, i0, j0, k_start,
-                seq, ragged, extras, sizes, factors, cfg, False,
-            )  # fmt: skip
-        for n in range(lo, hi - (full_hi - full_lo), cfg.BLOCK_N):
-            j0 = edge_tile(n, full_lo, full_hi)
-            dq_acc = dq_step(
-                dq_acc, q_tile, do_tile, shift, low, delta, k, v, dbias, dcaptured, i0, j0, k_start,
-                seq, ragged, extras, sizes, factors, cfg, True,
-            )  # fmt: skip
+    loops = tile_loops(
+        key_regions(i0, i1, seq, sizes, cfg.BLOCK_N), i1 == i0 + BLOCK_M, i0 // BLOCK_M,
+        tl.cdiv(seq.seqlen_q, BLOCK_M), seq.seqlen_k, seq, sizes, extras, cfg.BLOCK_N, cfg,
+    )  # fmt: skip
+    for n in range(loops.full, loops.full_end, cfg.BLOCK_N):
+        j0 = tile_start(n, loops, extras.visits, cfg.BLOCK_N, False)
+        dq_acc = dq_step(
+            dq_acc, q_tile, do_tile, shift, low, delta, k, v, dbias, dcaptured, i0, j0, k_start,
+            seq, ragged, extras, sizes, factors, cfg, False,
+        )  # fmt: skip
+    for n in range(loops.edge, loops.edge_end, cfg.BLOCK_N):
+        j0 = tile_start(n, loops, extras.visits, cfg.BLOCK_N, True)
+        dq_acc = dq_step(
+            dq_acc, q_tile, do_tile, shift, low, delta, k, v, dbias, dcaptured, i0, j0, k_start,
+            seq, ragged, extras, sizes, factors, cfg, True,
+        )  # fmt: skip
     wait_for_kernel_before(cfg)
     dq_base = row_base(dq, seq.b, seq.h, q_start)
     store_tile(dq, dq_base, i0, seq.seqlen_q, scaled_tile(dq_acc, factors.scale), BLOCK_M, QK)

@@ -29,7 +29,7 @@ from tilewise.gpu.triton.arguments import (
     Slopes,
     Visits,
 )
-from tilewise.gpu.triton.tuning_table import KernelTile, kernel_tile
+from tilewise.gpu.triton.tuning_table import DecodeTile, KernelTile, kernel_tile
 
 # L2 swizzle: as many heads at a time as have keys and values (or queries) that stay in the L2 cache together.
 L2_SWIZZLE_BYTES = 24 << 20
@@ -193,7 +193,7 @@ class Call:
             factor *= 2
         return Visits(order, counts, int(batch > 1), int(heads > 1), factor)
 
-    def sizes(self, num_tiles: int, num_bh: int, l2_swizzle: int) -> Any:
+    def sizes(self, num_tiles: int = 0, num_bh: int = 0, l2_swizzle: int = 0) -> Any:
         problem = self.problem
         visibility = problem.visibility()
         table = self.inputs.page_table
@@ -242,7 +242,7 @@ class Call:
         share = CAPTURED_BYTES if is_large else CAPTURED_BYTES // 2
         return min(tile.num_stages, 1 + share // max(1, size))
 
-    def config(self, tile: KernelTile) -> KernelConfig:
+    def config(self, tile: KernelTile | DecodeTile) -> KernelConfig:
         p = self.problem
         # What is added to unscaled scores becomes what their product starts with: a bias would have to be
         # waited for, and in float32 the sum's rounding would show ALiBi's size.
@@ -316,7 +316,7 @@ def table_tile(kernel: str, problem: AttentionProblem, device: torch.device) -> 
 @functools.lru_cache(maxsize=4096)
 def _table_tile(kernel: str, problem: AttentionProblem, capability: tuple[int, int]) -> KernelTile | None:
     p = problem
-    padded = max(padded_dim(p.head_dim), padded_dim(p.head_dim_v))
+    widest = max(padded_dim(p.head_dim), padded_dim(p.head_dim_v))
     extras = "formula" if p.softcap > 0 or p.has_alibi or p.functions is not None else None
     if p.mask_shape is not None:
         extras = "mask"
@@ -325,7 +325,7 @@ def _table_tile(kernel: str, problem: AttentionProblem, capability: tuple[int, i
     if p.dropout_p > 0:
         extras = "dropout"
     float32_precision = p.precision if p.dtype == torch.float32 else None
-    return kernel_tile(kernel, capability, float32_precision, padded, extras, p.causal, can_tma(p))
+    return kernel_tile(kernel, capability, float32_precision, widest, extras, p.causal, can_tma(p))
 
 
 def gpu_capability(device: torch.device) -> tuple[int, int]:
@@ -338,8 +338,9 @@ def has_pdl(device: torch.device) -> bool:
     return not is_interpreted() and gpu_capability(device) >= (9, 0)
 
 
-def _padded(head_dim: int) -> int:
-    return max(16, 1 << (head_dim - 1).bit_length())
+def padded(size: int) -> int:
+    """The power of two that holds so many rows or columns of a tile."""
+    return max(16, 1 << (size - 1).bit_length())
 
 
 def columns(head_dim: int) -> Columns:
@@ -349,10 +350,10 @@ def columns(head_dim: int) -> Columns:
         >>> columns(192), columns(112)
         (Columns(DIM=192, FIRST=128, REST=64), Columns(DIM=112, FIRST=128, REST=0))
     """
-    padded = _padded(head_dim)
-    half, rest = padded // 2, _padded(head_dim - padded // 2)
-    is_cut = padded > 64 and rest < half
-    return Columns(head_dim, half, rest) if is_cut else Columns(head_dim, padded, 0)
+    whole = padded(head_dim)
+    half, rest = whole // 2, padded(head_dim - whole // 2)
+    is_cut = whole > 64 and rest < half
+    return Columns(head_dim, half, rest) if is_cut else Columns(head_dim, whole, 0)
 
 
 def padded_dim(head_dim: int) -> int:

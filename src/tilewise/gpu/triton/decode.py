@@ -21,7 +21,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tilewise.gpu.triton.arguments import DecodeSizes, Extras, Sequence
+from tilewise.gpu.triton.arguments import Extras, Sequence, Sizes
 from tilewise.gpu.triton.primitives import (
     exact_lse,
     exp_difference,
@@ -34,8 +34,10 @@ from tilewise.gpu.triton.primitives import (
 )
 from tilewise.gpu.triton.tiles import (
     cached_rows,
+    dot_rows,
     is_page,
     length_poison,
+    load_rows,
     page_poison,
 )
 
@@ -53,12 +55,12 @@ def sequence_keys(b, sizes, ragged):
 
 
 @triton.jit
-def tile_counts(sizes, ragged, cfg: tl.constexpr):
-    """(tiles of one segment of each sequence [BLOCK_B], its segments' end in the schedule [BLOCK_B])."""
+def tile_counts(segments, sizes, ragged, cfg: tl.constexpr):
+    """(tiles of each of a sequence's segments [BLOCK_B], the end of them all in the schedule [BLOCK_B])."""
     b = tl.arange(0, cfg.BLOCK_B)
     _, seqlen_k, lo = sequence_keys(b, sizes, ragged)
     tiles = tl.where(b < sizes.batch, tl.cdiv(seqlen_k, cfg.BLOCK_N) - lo // cfg.BLOCK_N, 0)
-    return tiles, tl.cumsum(tiles * sizes.segments, 0)
+    return tiles, tl.cumsum(tiles * segments, 0)
 
 
 @triton.jit
@@ -88,26 +90,21 @@ def key_rows(b, row, mask, ragged, sizes, cfg: tl.constexpr):
 
 
 @triton.jit
-def load_columns(ptrs, mask, FIRST: tl.constexpr, WIDTH: tl.constexpr, DIM: tl.constexpr):
-    """Columns [FIRST, FIRST + WIDTH) of the rows at ptrs, zero beyond DIM and where mask is False."""
-    column = FIRST + tl.arange(0, WIDTH)[None, :]
-    exists = mask[:, None]
-    if FIRST + WIDTH > DIM:
-        exists = exists & (column < DIM)
-    return tl.load(ptrs[:, None] + column, mask=exists, other=0.0)
-
-
-@triton.jit
 def load_keys(
-    x, scale, entry, row, kv_head, mask, q, sizes,
-    FIRST: tl.constexpr, WIDTH: tl.constexpr, DIM: tl.constexpr,
+    x, scale, entry, row, kv_head, mask, dtype: tl.constexpr, sizes,
+    cfg: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Columns of a tile of keys or values [BLOCK_N, WIDTH] in the queries' dtype."""
+    """A tile of keys or values [BLOCK_N, columns] in the queries' dtype."""
     ptrs = x.ptr + entry * x.stride_batch + row * x.stride_row + kv_head * x.stride_head
-    tile = load_columns(ptrs, mask, FIRST, WIDTH, DIM)
+    tile = load_rows(ptrs[:, None], mask[:, None], COLUMNS)
     if scale is not None:  # a power of two, so the product is exact
-        factor = tl.load(scale + entry * sizes.num_kv_heads + kv_head, mask=mask, other=0.0)
-        tile = (tile.to(tl.float32) * factor[:, None]).to(q.dtype)
+        num_kv_heads = sizes.num_heads // cfg.GROUP_SIZE
+        factor = tl.load(scale + entry * num_kv_heads + kv_head, mask=mask, other=0.0)[:, None]
+        first = (tile[0].to(tl.float32) * factor).to(dtype)
+        if COLUMNS.REST == 0:
+            tile = (first,)
+        else:
+            tile = first, (tile[1].to(tl.float32) * factor).to(dtype)
     return tile
 
 
@@ -116,7 +113,7 @@ def load_keys(
 
 @triton.jit
 def decode_step(
-    acc, m, l, q, q_rest, k, v, i, t, kv_head, k_start, seq, ragged, scales, extras, sizes, factors,
+    acc, m, l, q, k, v, i, t, kv_head, k_start, seq, ragged, scales, extras, sizes, factors,
     cfg: tl.constexpr,
 ):  # fmt: skip
     """Fold key tile t into (acc, m, l). A compare for each score is free beside the reading of its key."""
@@ -124,41 +121,27 @@ def decode_step(
     mask_n = offs_n < seq.seqlen_k
     entry, row, mask_n = key_rows(seq.b, k_start + offs_n, mask_n, ragged, sizes, cfg)
     key_scale, value_scale = scales
-    k_tile = load_keys(
-        k, key_scale, entry, row, kv_head, mask_n, q, sizes, 0, cfg.BLOCK_D, cfg.HEAD_DIM
-    )  # [BLOCK_N, BLOCK_D]
+    k_tile = load_keys(k, key_scale, entry, row, kv_head, mask_n, q[0].dtype, sizes, cfg, cfg.QK)
     if cfg.IS_SHARED:
-        v_tile = k_tile
+        v_tile = k_tile[0]
     else:
-        v_tile = load_keys(
-            v, value_scale, entry, row, kv_head, mask_n, q, sizes, 0, cfg.BLOCK_DV, cfg.HEAD_DIM_V
-        )  # [BLOCK_N, BLOCK_DV]
-    if cfg.BLOCK_REST > 0:
-        k_rest = load_keys(
-            k, key_scale, entry, row, kv_head, mask_n, q, sizes, cfg.BLOCK_D, cfg.BLOCK_REST, cfg.HEAD_DIM
-        )  # [BLOCK_N, BLOCK_REST]
-    if cfg.IS_TRANSPOSED:
-        i, j = i[None, :], offs_n[:, None]
-    else:
-        i, j = i[:, None], offs_n[None, :]
+        v_tile = load_keys(v, value_scale, entry, row, kv_head, mask_n, q[0].dtype, sizes, cfg, cfg.V)[0]
+    KEYS: tl.constexpr = 0 if cfg.IS_TRANSPOSED else 1  # the axis of a score tile that has them
+    i, j = tl.expand_dims(i, KEYS), tl.expand_dims(offs_n, 1 - KEYS)
     bias = load_scores(extras.bias, i, j, seq, True)
     mask = load_scores(extras.mask, i, j, seq, True)
     if cfg.IS_TRANSPOSED:
-        s = tl.dot(k_tile, tl.trans(q), input_precision=cfg.PRECISION)  # [BLOCK_N, BLOCK_M]
-        if cfg.BLOCK_REST > 0:
-            s = tl.dot(k_rest, tl.trans(q_rest), s, input_precision=cfg.PRECISION)
-        s, _, _, _ = logits(s, i, j, seq, extras, sizes, factors, cfg, True, bias, mask)
-        p, correction, m, l = online_softmax(s, m, l, factors, cfg, 0)
-        acc = acc * correction[None, :]  # [BLOCK_DV, BLOCK_M]
-        acc = tl.dot(tl.trans(v_tile), p.to(v_tile.dtype), acc, input_precision=cfg.PRECISION)
+        s = dot_rows(k_tile, q, cfg)  # [BLOCK_N, BLOCK_M]
     else:
-        s = tl.dot(q, tl.trans(k_tile), input_precision=cfg.PRECISION)  # [BLOCK_M, BLOCK_N]
-        if cfg.BLOCK_REST > 0:
-            s = tl.dot(q_rest, tl.trans(k_rest), s, input_precision=cfg.PRECISION)
-        s, _, _, _ = logits(s, i, j, seq, extras, sizes, factors, cfg, True, bias, mask)
-        p, correction, m, l = online_softmax(s, m, l, factors, cfg, 1)
-        acc = acc * correction[:, None]  # [BLOCK_M, BLOCK_DV]
-        acc = tl.dot(p.to(v_tile.dtype), v_tile, acc, input_precision=cfg.PRECISION)
+        s = dot_rows(q, k_tile, cfg)  # [BLOCK_M, BLOCK_N]
+    s, _, _, _ = logits(s, i, j, seq, extras, sizes, factors, cfg, True, bias, mask)
+    p, correction, m, l = online_softmax(s, m, l, factors, cfg, KEYS)
+    acc = acc * tl.expand_dims(correction, KEYS)
+    p = p.to(v_tile.dtype)
+    if cfg.IS_TRANSPOSED:
+        acc = tl.dot(tl.trans(v_tile), p, acc, input_precision=cfg.PRECISION)  # [head_dim_v, BLOCK_M]
+    else:
+        acc = tl.dot(p, v_tile, acc, input_precision=cfg.PRECISION)  # [BLOCK_M, head_dim_v]
     return acc, m, l
 
 
@@ -170,41 +153,39 @@ def store_split(partial, partial_m, partial_l, split, exists, acc, m, l, cfg: tl
     """
     tl.store(partial_m + split, m, mask=exists)  # -inf where nothing was seen
     tl.store(partial_l + split, l, mask=exists)
-    inverse = 1.0 / tl.where(l == 0.0, 1.0, l)
-    offs_dv = tl.arange(0, cfg.BLOCK_DV)
-    exists_dv = offs_dv < cfg.HEAD_DIM_V
-    if cfg.IS_TRANSPOSED:
-        ptrs = partial + split[None, :] * cfg.HEAD_DIM_V + offs_dv[:, None]
-        tl.store(ptrs, acc * inverse[None, :], mask=exists[None, :] & exists_dv[:, None])
-    else:
-        ptrs = partial + split[:, None] * cfg.HEAD_DIM_V + offs_dv[None, :]
-        tl.store(ptrs, acc * inverse[:, None], mask=exists[:, None] & exists_dv[None, :])
+    COLUMNS: tl.constexpr = 0 if cfg.IS_TRANSPOSED else 1  # the axis of acc that has them
+    column = tl.arange(0, cfg.V.FIRST)
+    ptrs = partial + tl.expand_dims(split, COLUMNS) * cfg.V.DIM + tl.expand_dims(column, 1 - COLUMNS)
+    mask = tl.expand_dims(exists, COLUMNS) & tl.expand_dims(column < cfg.V.DIM, 1 - COLUMNS)
+    tl.store(ptrs, acc * tl.expand_dims(1.0 / tl.where(l == 0.0, 1.0, l), COLUMNS), mask=mask)
 
 
-@triton.jit(do_not_specialize=DecodeSizes._fields)
+@triton.jit(do_not_specialize=(*Sizes._fields, "segments", "workers"))
 def attn_decode_kernel(
     q, k, v, partial, partial_m, partial_l, ragged, scales, mask, bias, alibi, factors,
-    batch, num_heads, num_kv_heads, seqlen_q, seqlen_k, stride_page_table, num_pages,
-    window_left, window_right, row_tiles, segments, workers,
+    batch, num_heads, seqlen_q, seqlen_k, stride_page_table, num_pages, window_left, window_right,
+    dropout_threshold, num_tiles, num_bh, l2_swizzle, segments, workers,
     cfg: tl.constexpr,
 ):  # fmt: skip
     """One worker's share of the schedule. Grid: (workers,).
 
+    segments: of each sequence, its key heads times the tiles of rows that one has.
     partial: float32 [splits, ROWS, head_dim_v]; partial_m and partial_l: [splits, ROWS].
     """
     extras = Extras(mask, bias, alibi, None, None, None, None)
-    sizes = DecodeSizes(
-        batch, num_heads, num_kv_heads, seqlen_q, seqlen_k, stride_page_table, num_pages,
-        window_left, window_right, row_tiles, segments, workers,
+    sizes = Sizes(
+        batch, num_heads, seqlen_q, seqlen_k, stride_page_table, num_pages, window_left, window_right,
+        dropout_threshold, num_tiles, num_bh, l2_swizzle,
     )  # fmt: skip
     BLOCK_M: tl.constexpr = cfg.BLOCK_M
-    BLOCK_DV: tl.constexpr = cfg.BLOCK_DV
+    BLOCK_DV: tl.constexpr = cfg.V.FIRST
     worker = tl.program_id(0)
+    row_tiles = tl.cdiv(sizes.seqlen_q * cfg.GROUP_SIZE, BLOCK_M)
     wait_for_kernel_before(cfg)
     let_next_kernel_start(cfg)  # the merging kernel, up to its own wait
-    tiles, ends = tile_counts(sizes, ragged, cfg)
+    tiles, ends = tile_counts(segments, sizes, ragged, cfg)
     total = tl.max(ends, 0)
-    share = tl.cdiv(total, sizes.workers)
+    share = tl.cdiv(total, workers)
     unit = worker * share
     end = tl.minimum(unit + share, total)
     offs_m = tl.arange(0, BLOCK_M)
@@ -214,17 +195,14 @@ def attn_decode_kernel(
         segment = (unit - first_unit) // tiles_b
         t = (unit - first_unit) % tiles_b
         count = tl.minimum(tiles_b - t, end - unit)
-        kv_head = (segment // sizes.row_tiles).to(tl.int64)
+        kv_head = (segment // row_tiles).to(tl.int64)
 
-        r = segment % sizes.row_tiles * BLOCK_M + offs_m
+        r = segment % row_tiles * BLOCK_M + offs_m
         row_exists = r < sizes.seqlen_q * cfg.GROUP_SIZE
         i = r // cfg.GROUP_SIZE
         h = kv_head * cfg.GROUP_SIZE + r % cfg.GROUP_SIZE
         q_ptrs = q.ptr + b.to(tl.int64) * q.stride_batch + i.to(tl.int64) * q.stride_row + h * q.stride_head
-        q_tile = load_columns(q_ptrs, row_exists, 0, cfg.BLOCK_D, cfg.HEAD_DIM)  # [BLOCK_M, BLOCK_D]
-        q_rest = q_tile
-        if cfg.BLOCK_REST > 0:
-            q_rest = load_columns(q_ptrs, row_exists, cfg.BLOCK_D, cfg.BLOCK_REST, cfg.HEAD_DIM)
+        q_tile = load_rows(q_ptrs[:, None], row_exists[:, None], cfg.QK)  # [BLOCK_M, head_dim]
         h_tile = h[None, :] if cfg.IS_TRANSPOSED else h[:, None]
         seq = Sequence(b, h_tile, sizes.seqlen_q, seqlen_kb, seqlen_kb - sizes.seqlen_q, k_start)
         m = tl.full((BLOCK_M,), float("-inf"), tl.float32)
@@ -236,53 +214,54 @@ def attn_decode_kernel(
         t += lo // cfg.BLOCK_N
         for tile in range(t, t + count):
             acc, m, l = decode_step(
-                acc, m, l, q_tile, q_rest, k, v, i, tile, kv_head, k_start, seq, ragged, scales, extras,
+                acc, m, l, q_tile, k, v, i, tile, kv_head, k_start, seq, ragged, scales, extras,
                 sizes, factors, cfg,
             )  # fmt: skip
         if cfg.PAGE_SIZE > 0:
             end_row = k_start + tl.minimum((t + count) * cfg.BLOCK_N, seqlen_kb)
             l += page_poison(b, k_start + t * cfg.BLOCK_N, end_row, sizes, ragged, cfg)
-        split = (b.to(tl.int64) * sizes.segments + segment + worker) * cfg.ROWS + offs_m
+        split = (b.to(tl.int64) * segments + segment + worker) * cfg.ROWS + offs_m
         exists = row_exists & (offs_m < cfg.ROWS)
         store_split(partial, partial_m, partial_l, split, exists, acc, m, l, cfg)
         unit += count
 
 
-@triton.jit(do_not_specialize=DecodeSizes._fields)
+@triton.jit(do_not_specialize=(*Sizes._fields, "segments", "workers"))
 def attn_decode_merge_kernel(
     partial, partial_m, partial_l, out, lse_ptr, residual_ptr, ragged, sinks, factors,
-    batch, num_heads, num_kv_heads, seqlen_q, seqlen_k, stride_page_table, num_pages,
-    window_left, window_right, row_tiles, segments, workers,
+    batch, num_heads, seqlen_q, seqlen_k, stride_page_table, num_pages, window_left, window_right,
+    dropout_threshold, num_tiles, num_bh, l2_swizzle, segments, workers,
     MERGE_ROWS: tl.constexpr, MERGE_SPLITS: tl.constexpr, cfg: tl.constexpr,
 ):  # fmt: skip
     """out, lse and, unless that is None, residual of MERGE_ROWS rows of a segment.
 
     Grid: (segments of all, tiles of rows).
     """
-    sizes = DecodeSizes(
-        batch, num_heads, num_kv_heads, seqlen_q, seqlen_k, stride_page_table, num_pages,
-        window_left, window_right, row_tiles, segments, workers,
+    sizes = Sizes(
+        batch, num_heads, seqlen_q, seqlen_k, stride_page_table, num_pages, window_left, window_right,
+        dropout_threshold, num_tiles, num_bh, l2_swizzle,
     )  # fmt: skip
-    BLOCK_DV: tl.constexpr = cfg.BLOCK_DV
+    BLOCK_DV: tl.constexpr = cfg.V.FIRST
+    row_tiles = tl.cdiv(sizes.seqlen_q * cfg.GROUP_SIZE, cfg.BLOCK_M)
     let_next_kernel_start(cfg)
-    b = tl.program_id(0) // sizes.segments
-    segment = tl.program_id(0) % sizes.segments
+    b = tl.program_id(0) // segments
+    segment = tl.program_id(0) % segments
     # The first kernel started this one after its own wait, so the lengths are there to be read.
-    tiles, ends = tile_counts(sizes, ragged, cfg)
+    tiles, ends = tile_counts(segments, sizes, ragged, cfg)
     index = tl.arange(0, cfg.BLOCK_B)
     tiles_b = tl.sum(tl.where(index == b, tiles, 0), 0)
-    share = tl.maximum(tl.cdiv(tl.max(ends, 0), sizes.workers), 1)
+    share = tl.maximum(tl.cdiv(tl.max(ends, 0), workers), 1)
     first_unit = tl.max(tl.where(index < b, ends, 0), 0) + segment * tiles_b
     worker = first_unit // share
     last = tl.where(tiles_b > 0, (first_unit + tiles_b - 1) // share + 1, worker)
 
     offs_m = tl.program_id(1) * MERGE_ROWS + tl.arange(0, MERGE_ROWS)
-    r = segment % sizes.row_tiles * cfg.BLOCK_M + offs_m
+    r = segment % row_tiles * cfg.BLOCK_M + offs_m
     row_exists = (r < sizes.seqlen_q * cfg.GROUP_SIZE) & (offs_m < cfg.ROWS)
     i = r // cfg.GROUP_SIZE
-    h = segment // sizes.row_tiles * cfg.GROUP_SIZE + r % cfg.GROUP_SIZE
-    offs_dv = tl.arange(0, cfg.BLOCK_DV)
-    exists_dv = offs_dv < cfg.HEAD_DIM_V
+    h = segment // row_tiles * cfg.GROUP_SIZE + r % cfg.GROUP_SIZE
+    offs_dv = tl.arange(0, BLOCK_DV)
+    exists_dv = offs_dv < cfg.V.DIM
     m = tl.full((MERGE_ROWS,), float("-inf"), tl.float32)
     l = tl.zeros((MERGE_ROWS,), tl.float32)
     if sinks is not None:
@@ -294,11 +273,11 @@ def attn_decode_merge_kernel(
     wait_for_kernel_before(cfg)  # until every split is written
     for p in range(worker, last, MERGE_SPLITS):
         w = p + tl.arange(0, MERGE_SPLITS)
-        split = (b.to(tl.int64) * sizes.segments + segment + w[:, None]) * cfg.ROWS + offs_m[None, :]
+        split = (b.to(tl.int64) * segments + segment + w[:, None]) * cfg.ROWS + offs_m[None, :]
         exists = (w < last)[:, None] & row_exists[None, :]  # [MERGE_SPLITS, MERGE_ROWS]
         split_m = tl.load(partial_m + split, mask=exists, other=float("-inf"))
         split_l = tl.load(partial_l + split, mask=exists, other=0.0)
-        ptrs = partial + split[:, :, None] * cfg.HEAD_DIM_V + offs_dv[None, None, :]
+        ptrs = partial + split[:, :, None] * cfg.V.DIM + offs_dv[None, None, :]
         split_out = tl.load(ptrs, mask=exists[:, :, None] & exists_dv[None, None, :], other=0.0)
         m_new = tl.maximum(m, tl.max(split_m, 0))
         m_finite = tl.where(m_new == float("-inf"), 0.0, m_new)

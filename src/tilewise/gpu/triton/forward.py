@@ -17,13 +17,10 @@ import triton
 import triton.language as tl
 
 from tilewise.gpu.triton.arguments import Extras, Sizes, Source
-from tilewise.gpu.triton.functions.inlined import visited_tile, visited_tiles
+from tilewise.gpu.triton.loops import key_regions, tile_loops, tile_start
 from tilewise.gpu.triton.primitives import (
-    edge_tile,
     exact_lse,
-    full_end,
     keep_tile,
-    key_regions,
     load_scores,
     logits,
     online_softmax,
@@ -80,38 +77,26 @@ def attn_fwd_kernel(
         l = tl.zeros((BLOCK_M,), tl.float32)
 
     i1 = tl.minimum(i0 + BLOCK_M, seq.seqlen_q)
-    lo, full_lo, full_hi, hi = key_regions(i0, i1, seq, sizes, BLOCK_N)
-    if extras.visits is not None:
-        columns = tl.cdiv(seq.seqlen_k, BLOCK_N)
-        row, full, count = visited_tiles(
-            seq.b, seq.h, i0 // BLOCK_M, tl.cdiv(seq.seqlen_q, BLOCK_M), sizes, extras.visits
+    regions = key_regions(i0, i1, seq, sizes, BLOCK_N)
+    loops = tile_loops(
+        regions, i1 == i0 + BLOCK_M, i0 // BLOCK_M, tl.cdiv(seq.seqlen_q, BLOCK_M), seq.seqlen_k,
+        seq, sizes, extras, BLOCK_N, cfg,
+    )  # fmt: skip
+    for n in range(loops.full, loops.full_end, BLOCK_N):
+        j0 = tile_start(n, loops, extras.visits, BLOCK_N, False)
+        acc, m, l = forward_step(
+            acc, m, l, q_tile, k, v, i0, j0, k_start, seq, ragged, extras, sizes, factors, cfg, False
         )
-        for n in range(full):
-            j0 = visited_tile(n, row, columns, extras.visits) * BLOCK_N
-            acc, m, l = forward_step(
-                acc, m, l, q_tile, k, v, i0, j0, k_start, seq, ragged, extras, sizes, factors, cfg, False
-            )
-        for n in range(full, count):
-            j0 = visited_tile(n, row, columns, extras.visits) * BLOCK_N
-            acc, m, l = forward_step(
-                acc, m, l, q_tile, k, v, i0, j0, k_start, seq, ragged, extras, sizes, factors, cfg, True
-            )
-    else:
-        full_hi = full_end(full_lo, full_hi, i1 == i0 + BLOCK_M, extras, cfg)
-        for j0 in range(full_lo, full_hi, BLOCK_N):
-            acc, m, l = forward_step(
-                acc, m, l, q_tile, k, v, i0, j0, k_start, seq, ragged, extras, sizes, factors, cfg, False
-            )
-        for n in range(lo, hi - (full_hi - full_lo), BLOCK_N):
-            j0 = edge_tile(n, full_lo, full_hi)
-            acc, m, l = forward_step(
-                acc, m, l, q_tile, k, v, i0, j0, k_start, seq, ragged, extras, sizes, factors, cfg, True
-            )
+    for n in range(loops.edge, loops.edge_end, BLOCK_N):
+        j0 = tile_start(n, loops, extras.visits, BLOCK_N, True)
+        acc, m, l = forward_step(
+            acc, m, l, q_tile, k, v, i0, j0, k_start, seq, ragged, extras, sizes, factors, cfg, True
+        )
 
     if ragged.errors is not None:
         l += length_poison(seq.b, sizes, ragged)
         if cfg.PAGE_SIZE > 0:
-            l += page_poison(seq.b, k_start + lo, k_start + hi, sizes, ragged, cfg)
+            l += page_poison(seq.b, k_start + regions[0], k_start + regions[3], sizes, ragged, cfg)
     i = i0 + tl.arange(0, BLOCK_M)
     lse, residual = exact_lse(m, l, factors, cfg)
     first_stat = stat_start(seq.b, seq.h, q_start, sizes, ragged)

@@ -17,8 +17,13 @@ from tilewise.core.signature import in_order
 from tilewise.gpu.launch.gpus import gpu_of
 from tilewise.gpu.launch.launch_plan import Launch, Step, Tensors, is_interpreted, run_steps
 from tilewise.gpu.launch.plan import Again, Given, again_forward
-from tilewise.gpu.triton.arguments import DecodeConfig, DecodeSizes
-from tilewise.gpu.triton.call import SMALLEST_SCALE, Call, gpu_capability, has_pdl, launchable
+from tilewise.gpu.triton.arguments import Columns, DecodeConfig
+from tilewise.gpu.triton.call import (
+    Call,
+    gpu_capability,
+    launchable,
+    padded,
+)
 from tilewise.gpu.triton.tuning_table import DecodeTile, decode_tile
 
 MAX_QUERIES = 16
@@ -107,10 +112,8 @@ class Cuts(NamedTuple):
 
     tile: DecodeTile
     rows: int  # of a row tile
-    row_tiles: int
     segments: int  # of each sequence
     workers: int
-    has_pdl: bool  # programmatic dependent launch: a kernel's start overlaps the end of the one before
 
 
 @functools.lru_cache(maxsize=4096)
@@ -120,39 +123,33 @@ def _cuts(problem: AttentionProblem, tile: DecodeTile, device: torch.device) -> 
     segments = problem.num_kv_heads * row_tiles
     most = problem.batch * segments * -(-problem.seqlen_k // tile.block_n)
     workers = min(_processors(device) * tile.workers, most)
-    return Cuts(tile, min(all_rows, tile.block_m), row_tiles, segments, workers, has_pdl(device))
+    return Cuts(tile, min(all_rows, tile.block_m), segments, workers)
 
 
 def _decode_launch(problem: AttentionProblem, tensors: Tensors, cuts: Cuts, is_shared: bool) -> Launch:
     from tilewise.gpu.triton.decode import attn_decode_kernel
 
     call, (_, _, _, *splits) = Call(problem, tensors[:_N]), tensors[_N:]
-    inputs, (mask, bias, alibi, *_) = call.inputs, call.extras()
+    cfg, tile = _config(call, cuts, is_shared), cuts.tile
     arguments = (
-        *map(call.rows, inputs[:3]),
+        *map(call.rows, call.inputs[:3]),
         *splits,
         call.ragged(),
-        (inputs.key_scale, inputs.value_scale),
-        *(mask, bias, alibi),
+        (call.inputs.key_scale, call.inputs.value_scale),
+        *call.extras()[:3],
         call.factors(),
-        *_sizes(problem, inputs, cuts),
-        _config(problem, cuts, is_shared),
+        *call.sizes(),
+        *(cuts.segments, cuts.workers, cfg),
     )
-    return Launch(
-        attn_decode_kernel,
-        cuts.workers,
-        arguments,
-        cuts.tile.num_warps,
-        cuts.tile.num_stages,
-        launch_pdl=cuts.has_pdl,
-    )
+    resources = (tile.num_warps, tile.num_stages)
+    return Launch(attn_decode_kernel, cuts.workers, arguments, *resources, launch_pdl=cfg.HAS_PDL)
 
 
 def _merge_launch(problem: AttentionProblem, tensors: Tensors, cuts: Cuts) -> Launch:
     from tilewise.gpu.triton.decode import attn_decode_merge_kernel
 
     call, (out, lse, residual, *splits) = Call(problem, tensors[:_N]), tensors[_N:]
-    cfg = _config(problem, cuts, False)
+    cfg = _config(call, cuts)
     segments = problem.batch * cuts.segments
     is_small = segments * cuts.rows <= 4 * _processors(call.inputs.query.device)
     rows = 1 if is_small else min(cfg.BLOCK_M, 16)
@@ -163,32 +160,12 @@ def _merge_launch(problem: AttentionProblem, tensors: Tensors, cuts: Cuts) -> La
         call.ragged(),
         call.inputs.sinks,
         call.factors(),
-        *_sizes(problem, call.inputs, cuts),
-        *(rows, max(1, MERGE_ELEMENTS // (rows * cfg.BLOCK_DV))),
-        cfg,
+        *call.sizes(),
+        *(cuts.segments, cuts.workers),
+        *(rows, max(1, MERGE_ELEMENTS // (rows * cfg.V.FIRST)), cfg),
     )
-    row_tiles = -(-cuts.rows // rows)
-    return Launch(
-        attn_decode_merge_kernel, segments, arguments, 4, programs_y=row_tiles, launch_pdl=cuts.has_pdl
-    )
-
-
-def _sizes(problem: AttentionProblem, inputs: Inputs, cuts: Cuts) -> DecodeSizes:
-    visibility, table = problem.visibility(), inputs.page_table
-    return DecodeSizes(
-        batch=problem.batch,
-        num_heads=problem.num_heads,
-        num_kv_heads=problem.num_kv_heads,
-        seqlen_q=problem.seqlen_q,
-        seqlen_k=problem.seqlen_k,
-        stride_page_table=0 if table is None else table.shape[1],
-        num_pages=len(inputs.key),
-        window_left=visibility.left,
-        window_right=visibility.right,
-        row_tiles=cuts.row_tiles,
-        segments=cuts.segments,
-        workers=cuts.workers,
-    )
+    grid = {"programs": segments, "programs_y": -(-cuts.rows // rows)}
+    return Launch(attn_decode_merge_kernel, arguments=arguments, num_warps=4, launch_pdl=cfg.HAS_PDL, **grid)
 
 
 def _is_shared(key: Tensor, value: Tensor) -> bool:
@@ -197,41 +174,16 @@ def _is_shared(key: Tensor, value: Tensor) -> bool:
     return same_place and value.shape[-1] <= key.shape[-1]
 
 
-def _config(problem: AttentionProblem, cuts: Cuts, is_shared: bool) -> DecodeConfig:
-    block_d, rest = _chunks(problem.head_dim)
-    block_dv = max(16, _power_of_two(problem.head_dim_v))
-    adds_to_scores = problem.softcap > 0 or problem.bias_shape is not None or problem.has_alibi
+def _config(call: Call, cuts: Cuts, is_shared: bool = False) -> DecodeConfig:
+    common, dim_v = call.config(cuts.tile), call.problem.head_dim_v
+    v = Columns(dim_v, padded(dim_v), 0)
     return DecodeConfig(
-        BLOCK_M=max(16, _power_of_two(cuts.rows)),
-        BLOCK_N=cuts.tile.block_n,
+        **vars(common) | {"BLOCK_M": padded(cuts.rows), "V": v},
         ROWS=cuts.rows,
-        HEAD_DIM=problem.head_dim,
-        HEAD_DIM_V=problem.head_dim_v,
-        BLOCK_D=block_d,
-        BLOCK_REST=rest,
-        BLOCK_DV=block_dv,
-        BLOCK_B=max(16, _power_of_two(problem.batch)),
-        GROUP_SIZE=problem.group_size,
-        PAGE_SIZE=problem.page_size or 0,
-        HAS_SOFTCAP=problem.softcap > 0,
-        IS_FOLDED=problem.scale > SMALLEST_SCALE and not adds_to_scores,
-        IS_SHARED=is_shared and block_d == block_dv == problem.head_dim_v,
+        BLOCK_B=padded(call.problem.batch),
+        IS_SHARED=is_shared and dim_v == v.FIRST == common.QK.FIRST,
         IS_TRANSPOSED=cuts.tile.is_transposed,
-        HAS_PDL=cuts.has_pdl,
-        PRECISION=problem.precision,
     )
-
-
-def _power_of_two(n: int) -> int:
-    return 1 << max(0, n - 1).bit_length()
-
-
-def _chunks(head_dim: int) -> tuple[int, int]:
-    """Columns as one power of two, or as two where that pads less: 576 = 512 + 64."""
-    whole = max(16, _power_of_two(head_dim))
-    first = whole // 2
-    rest = max(16, _power_of_two(head_dim - first)) if head_dim > first else 0
-    return (first, rest) if first >= 16 and first + rest < whole else (whole, 0)
 
 
 def _tile(problem: AttentionProblem, device: torch.device, is_shared: bool) -> DecodeTile:

@@ -44,7 +44,7 @@ def wait_for_kernel_before(cfg: tl.constexpr):
         tl.extra.cuda.gdc_wait()
 
 
-# ---- which tiles see each other
+# ---- row statistics
 
 
 @triton.jit
@@ -57,65 +57,20 @@ def stat_start(b, h, q_start, sizes, ragged):
 
 
 @triton.jit
-def key_regions(i0, i1, seq, sizes, BLOCK_N: tl.constexpr):
-    """Key tiles for queries [i0, i1): edge [lo, full_lo), full [full_lo, full_hi), edge [full_hi, hi).
-
-    Full: every key of the tile is visible to every query. Tiles outside [lo, hi) are invisible.
-    """
-    lo = i0 * 0
-    full_lo = i0 * 0
-    hi = seq.seqlen_k
-    full_hi = seq.seqlen_k
-    if sizes.window_left is not None:
-        lo = tl.maximum(i0 + seq.offset - sizes.window_left, 0) // BLOCK_N * BLOCK_N
-        full_lo = tl.maximum(i1 - 1 + seq.offset - sizes.window_left, 0)
-        full_lo = tl.cdiv(full_lo, BLOCK_N) * BLOCK_N
-    if sizes.window_right is not None:
-        hi = tl.minimum(hi, i1 + seq.offset + sizes.window_right)
-        full_hi = tl.minimum(full_hi, i0 + seq.offset + sizes.window_right + 1)
-    full_hi = tl.maximum(tl.maximum(full_hi, 0) // BLOCK_N * BLOCK_N, lo)
-    return lo, tl.minimum(full_lo, full_hi), full_hi, hi
+def load_lse(lse_ptr, residual_ptr, at, exists, BLOCK_M: tl.constexpr):
+    """(lse, residual) [BLOCK_M] of rows; inf, so that p = 0, where there are none."""
+    lse = tl.load(lse_ptr + at, mask=exists, other=float("inf"))
+    residual = tl.zeros((BLOCK_M,), tl.float32)
+    if residual_ptr is not None:
+        residual += tl.load(residual_ptr + at, mask=exists, other=0.0)
+    return lse, residual
 
 
 @triton.jit
-def full_end(full_lo, full_hi, is_whole, extras, cfg: tl.constexpr):
-    """Where full tiles end: at their start if some row or column of the program's own tile does not exist.
-
-    What is read of a mask or a bias in a full tile is not checked to lie inside of it. A mask function, of
-    which no `Visits` are known, may hide keys in any tile.
-    """
-    if cfg.MASK is not None:
-        full_hi = full_lo
-    if extras.mask is not None or extras.bias is not None:
-        full_hi = tl.where(is_whole, full_hi, full_lo)
-    return full_hi
-
-
-@triton.jit
-def edge_tile(n, full_lo, full_hi):
-    """Where an edge tile starts: n counts rows from lo as if the full tiles were not there."""
-    return tl.where(n < full_lo, n, n + (full_hi - full_lo))
-
-
-@triton.jit
-def query_regions(j0, j1, seq, sizes, BLOCK_M: tl.constexpr):
-    """Query tiles that see keys [j0, j1), in the same three regions as `key_regions`."""
-    lo = j0 * 0
-    full_lo = j0 * 0
-    hi = seq.seqlen_q
-    full_hi = seq.seqlen_q
-    if sizes.window_right is not None:
-        lo = tl.maximum(j0 - seq.offset - sizes.window_right, 0) // BLOCK_M * BLOCK_M
-        full_lo = tl.maximum(j1 - 1 - seq.offset - sizes.window_right, 0)
-        full_lo = tl.cdiv(full_lo, BLOCK_M) * BLOCK_M
-    if sizes.window_left is not None:
-        hi = tl.minimum(hi, j1 - seq.offset + sizes.window_left)
-        full_hi = tl.minimum(full_hi, j0 - seq.offset + sizes.window_left + 1)
-    full_hi = tl.maximum(tl.maximum(full_hi, 0) // BLOCK_M * BLOCK_M, lo)
-    return lo, tl.minimum(full_lo, full_hi), full_hi, hi
-
-
-# ---- row statistics of the backward
+def sink_weight(sinks, h, lse, residual):
+    """(p, log2 p) of a head's sink in rows, p = 0 where lse is -inf."""
+    log2_p = ((tl.load(sinks + h).to(tl.float32) - lse) - residual) * LOG2E
+    return tl.where(lse == float("-inf"), 0.0, tl.exp2(log2_p)), log2_p
 
 
 @triton.jit
@@ -213,6 +168,15 @@ def logits(s, i, j, seq, extras, sizes, factors, cfg: tl.constexpr, IS_EDGE: tl.
     if cfg.IS_GUARDED and cfg.SCORE is not None:
         s = poisoned(s, wrong, i, seq, extras.captured)
     return s, t, slope_of_score, before
+
+
+@triton.jit
+def before_function(ds, slope, cfg: tl.constexpr):
+    """The gradient of scores before the score function, from that behind it; 0 from 0, as at hidden keys."""
+    if cfg.HAS_SLOPE:
+        return tl.where(ds == 0.0, 0.0, ds * slope)
+    else:
+        return ds
 
 
 @triton.jit

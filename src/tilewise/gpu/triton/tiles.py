@@ -295,17 +295,28 @@ def load_paged(
     j = j0 + tl.arange(0, BLOCK)
     row = first_row + j
     page = tl.load(table + row // PAGE_SIZE, mask=j < seqlen_k, other=0).to(tl.int64)
-    exists = is_page(page, sizes)[:, None]
+    exists = is_page(page, sizes)[:, None] & tile_mask(j0, seqlen_k, BLOCK, 1, 1)
     ptrs = (base + page * x.stride_batch + row % PAGE_SIZE * x.stride_row)[:, None]
-    FIRST: tl.constexpr = COLUMNS.FIRST
-    REST: tl.constexpr = COLUMNS.REST
-    mask = exists & tile_mask(j0, seqlen_k, BLOCK, COLUMNS.DIM, FIRST)
-    first = tl.load(ptrs + tl.arange(0, FIRST)[None, :], mask=mask, other=0.0)
-    if REST == 0:
+    return load_rows(ptrs, exists, COLUMNS)
+
+
+@triton.jit
+def load_rows(ptrs, exists, COLUMNS: tl.constexpr):
+    """Rows at ptrs as one chunk or two, see `Columns`; zero where they do not exist. Both are [rows, 1]."""
+    first = load_columns(ptrs, exists, COLUMNS.DIM, COLUMNS.FIRST)
+    if COLUMNS.REST == 0:
         return (first,)
     else:
-        mask = exists & tile_mask(j0, seqlen_k, BLOCK, COLUMNS.DIM - FIRST, REST)
-        return first, tl.load(ptrs + FIRST + tl.arange(0, REST)[None, :], mask=mask, other=0.0)
+        dim: tl.constexpr = COLUMNS.DIM - COLUMNS.FIRST
+        return first, load_columns(ptrs + COLUMNS.FIRST, exists, dim, COLUMNS.REST)
+
+
+@triton.jit
+def load_columns(ptrs, exists, DIM: tl.constexpr, BLOCK_D: tl.constexpr):
+    column = tl.arange(0, BLOCK_D)[None, :]
+    if DIM < BLOCK_D:
+        exists = exists & (column < DIM)
+    return tl.load(ptrs + column, mask=exists, other=0.0)
 
 
 @triton.jit

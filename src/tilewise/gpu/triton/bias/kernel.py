@@ -11,12 +11,12 @@ import triton
 import triton.language as tl
 
 from tilewise.gpu.triton.arguments import BiasSizes, Extras, Sequence, Sizes, Source
-from tilewise.gpu.triton.functions.inlined import before_function
+from tilewise.gpu.triton.loops import key_regions
 from tilewise.gpu.triton.primitives import (
+    before_function,
     exponentials,
     keep_entries,
     keep_tile,
-    key_regions,
     load_scores,
     load_stat,
     logits,

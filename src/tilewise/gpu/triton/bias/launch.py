@@ -124,7 +124,7 @@ def _dbias_launch(
         call.ragged(),
         *call.extras(),
         call.factors(),
-        *call.sizes(0, 0, 0),
+        *call.sizes(),
         *sizes,
         *(n == 1 and not problem.bias_of_distances for n in (sizes.bias_rows, sizes.bias_cols)),
         problem.bias_of_distances,

@@ -6,9 +6,9 @@ import triton
 import triton.language as tl
 
 from tilewise.gpu.triton.arguments import Extras, Sequence, Sizes, Source
-from tilewise.gpu.triton.primitives import load_scores, log2_unit, logits, stat_start
-from tilewise.gpu.triton.statistics.kernels import row_shift
-from tilewise.gpu.triton.tiles import dot_rows, load_keys, load_tile, row_base, sequence_rows
+from tilewise.gpu.triton.primitives import exponentials, load_lse, softmax_stats, stat_start
+from tilewise.gpu.triton.statistics.kernels import tile_scores
+from tilewise.gpu.triton.tiles import load_keys, load_tile, row_base, sequence_rows
 
 
 @triton.jit(do_not_specialize=(*Sizes._fields, "block", "blocks_q", "blocks_k"))
@@ -51,16 +51,14 @@ def attn_block_sum_kernel(
         i = i0 + tl.arange(0, BLOCK_M)
         at = stat_start(b, h, q_start, sizes, ragged) + i
         q_tile = load_tile(q, row_base(q, b, h, q_start), i0, rows, BLOCK_M, QK, True)
-        shift, low = row_shift(lse_ptr, residual_ptr, at, i < end_i, factors, cfg)
+        lse, residual = load_lse(lse_ptr, residual_ptr, at, i < end_i, BLOCK_M)
+        shift, low = softmax_stats(lse, residual, factors, cfg)
         for j0 in range(first_j, end_j, BLOCK_N):
             k_tile = load_keys(k, j0, k_start, seq, ragged, sizes, cfg, QK, True)
             j = (j0 + tl.arange(0, BLOCK_N))[None, :]
-            tile_bias = load_scores(extras.bias, i[:, None], j, seq, True)
-            tile_mask = load_scores(extras.mask, i[:, None], j, seq, True)
-            s = dot_rows(q_tile, k_tile, cfg)  # [BLOCK_M, BLOCK_N]
-            s, _, _, _ = logits(
-                s, i[:, None], j, seq, extras, sizes, factors, cfg, True, tile_bias, tile_mask
-            )
-            p = tl.exp2((s - shift[:, None]) * log2_unit(factors, cfg) - low[:, None])
+            s = tile_scores(
+                q_tile, k_tile, i[:, None], j, seq, extras, sizes, factors, cfg, True
+            )  # [BLOCK_M, BLOCK_N]
+            p = exponentials(s, shift[:, None], low[:, None], factors, cfg)
             total += tl.sum(tl.where(j < end_j, p, 0.0), 1)
     tl.store(block_ptr + pid.to(tl.int64), tl.sum(total, 0))

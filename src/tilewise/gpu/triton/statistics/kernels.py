@@ -17,17 +17,16 @@ import triton
 import triton.language as tl
 
 from tilewise.gpu.triton.arguments import Extras, Sequence, Sizes, Source
+from tilewise.gpu.triton.loops import key_regions, query_regions, tile_loops, tile_start
 from tilewise.gpu.triton.primitives import (
     LN2,
-    LOG2E,
-    edge_tile,
-    full_end,
-    key_regions,
+    exponentials,
+    load_lse,
     load_scores,
     log2_unit,
     logits,
-    query_regions,
     scale_of,
+    sink_weight,
     softmax_stats,
     stat_start,
 )
@@ -45,14 +44,14 @@ from tilewise.gpu.triton.tiles import (
 
 
 @triton.jit
-def row_shift(lse_ptr, residual_ptr, i, exists, factors, cfg: tl.constexpr):
-    """(shift, low) of rows, see `softmax_stats`: p = 0 in rows that do not exist."""
-    BLOCK_M: tl.constexpr = cfg.BLOCK_M
-    lse = tl.load(lse_ptr + i, mask=exists, other=float("inf"))
-    residual = tl.zeros((BLOCK_M,), tl.float32)
-    if residual_ptr is not None:
-        residual += tl.load(residual_ptr + i, mask=exists, other=0.0)
-    return softmax_stats(lse, residual, factors, cfg)
+def tile_scores(
+    a, b, i, j, seq, extras, sizes, factors, cfg: tl.constexpr, IS_EDGE: tl.constexpr
+):  # fmt: skip
+    """Scores of every row of tile a and every row of tile b, with all options; i and j: their positions."""
+    bias = load_scores(extras.bias, i, j, seq, IS_EDGE)
+    mask = load_scores(extras.mask, i, j, seq, IS_EDGE)
+    s, _, _, _ = logits(dot_rows(a, b, cfg), i, j, seq, extras, sizes, factors, cfg, IS_EDGE, bias, mask)
+    return s
 
 
 @triton.jit(do_not_specialize=Sizes._fields)
@@ -83,30 +82,30 @@ def attn_row_statistics_kernel(
     exists = i < seq.seqlen_q
     at = stat_start(seq.b, seq.h, q_start, sizes, ragged) + i
     q_tile = load_tile(q, row_base(q, seq.b, seq.h, q_start), i0, seq.seqlen_q, BLOCK_M, QK, True)
-    shift, low = row_shift(lse_ptr, residual_ptr, at, exists, factors, cfg)
+    lse, residual = load_lse(lse_ptr, residual_ptr, at, exists, BLOCK_M)
+    shift, low = softmax_stats(lse, residual, factors, cfg)
     row_max = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
     entropy = tl.zeros((BLOCK_M,), tl.float32)  # in bits until the end
     distance = tl.zeros((BLOCK_M,), tl.float32)
     if extras.sinks is not None:
-        lse = tl.load(lse_ptr + at, mask=exists, other=float("inf"))
-        log2_p = tl.load(extras.sinks + seq.h).to(tl.float32) - lse
-        if residual_ptr is not None:
-            log2_p -= tl.load(residual_ptr + at, mask=exists, other=0.0)
-        log2_p = log2_p * LOG2E
-        total += tl.where(lse == float("-inf"), 0.0, tl.exp2(log2_p))
+        p, log2_p = sink_weight(extras.sinks, seq.h, lse, residual)
+        total += p
         entropy -= tl.where(total > 0.0, total * log2_p, 0.0)
 
     i1 = tl.minimum(i0 + BLOCK_M, seq.seqlen_q)
-    lo, full_lo, full_hi, hi = key_regions(i0, i1, seq, sizes, BLOCK_N)
-    full_hi = full_end(full_lo, full_hi, i1 == i0 + BLOCK_M, extras, cfg)
-    for j0 in range(full_lo, full_hi, BLOCK_N):
+    loops = tile_loops(
+        key_regions(i0, i1, seq, sizes, BLOCK_N), i1 == i0 + BLOCK_M, 0, 0, 0,
+        seq, sizes, extras, BLOCK_N, cfg,
+    )  # fmt: skip
+    for n in range(loops.full, loops.full_end, BLOCK_N):
+        j0 = tile_start(n, loops, extras.visits, BLOCK_N, False)
         row_max, total, entropy, distance = row_step(
             row_max, total, entropy, distance, q_tile, k, shift, low, i0, j0, k_start,
             seq, ragged, extras, sizes, factors, cfg, False, HAS_ENTROPY, HAS_DISTANCE,
         )  # fmt: skip
-    for n in range(lo, hi - (full_hi - full_lo), BLOCK_N):
-        j0 = edge_tile(n, full_lo, full_hi)
+    for n in range(loops.edge, loops.edge_end, BLOCK_N):
+        j0 = tile_start(n, loops, extras.visits, BLOCK_N, True)
         row_max, total, entropy, distance = row_step(
             row_max, total, entropy, distance, q_tile, k, shift, low, i0, j0, k_start,
             seq, ragged, extras, sizes, factors, cfg, True, HAS_ENTROPY, HAS_DISTANCE,
@@ -134,10 +133,7 @@ def row_step(
     k_tile = load_keys(k, j0, k_start, seq, ragged, sizes, cfg, QK, IS_EDGE)
     i = (i0 + tl.arange(0, cfg.BLOCK_M))[:, None]
     j = (j0 + tl.arange(0, cfg.BLOCK_N))[None, :]
-    bias = load_scores(extras.bias, i, j, seq, IS_EDGE)
-    mask = load_scores(extras.mask, i, j, seq, IS_EDGE)
-    s = dot_rows(q_tile, k_tile, cfg)  # [BLOCK_M, BLOCK_N]
-    s, _, _, _ = logits(s, i, j, seq, extras, sizes, factors, cfg, IS_EDGE, bias, mask)
+    s = tile_scores(q_tile, k_tile, i, j, seq, extras, sizes, factors, cfg, IS_EDGE)  # [BLOCK_M, BLOCK_N]
     row_max = tl.maximum(row_max, tl.max(s, 1))
     if HAS_ENTROPY or HAS_DISTANCE:
         log2_p = (s - shift[:, None]) * log2_unit(factors, cfg) - low[:, None]
@@ -195,17 +191,20 @@ def attn_column_sum_kernel(
         seq = Sequence(b, h, seqlen_q, seqlen_k, seqlen_k - seqlen_q, first_col)
         j1 = tl.minimum(j0 + BLOCK_N, seqlen_k)
         lo, full_lo, full_hi, hi = query_regions(j0, j1, seq, sizes, BLOCK_M)
-        full_hi = full_end(full_lo, full_hi, j1 == j0 + BLOCK_N, extras, cfg)
         lo = tl.maximum(lo, first_row // BLOCK_M * BLOCK_M)
         full_lo = tl.maximum(full_lo, tl.cdiv(first_row, BLOCK_M) * BLOCK_M)
-        full_hi = tl.maximum(full_hi, full_lo)
-        for i0 in range(full_lo, full_hi, BLOCK_M):
+        loops = tile_loops(
+            (lo, full_lo, tl.maximum(full_hi, full_lo), hi), j1 == j0 + BLOCK_N, 0, 0, 0,
+            seq, sizes, extras, BLOCK_M, cfg,
+        )  # fmt: skip
+        for n in range(loops.full, loops.full_end, BLOCK_M):
+            i0 = tile_start(n, loops, extras.visits, BLOCK_M, False)
             sums = column_step(
                 sums, k_tile, q, lse_ptr, residual_ptr, i0, j0, q_start, first_row,
                 seq, ragged, extras, sizes, factors, cfg, False,
             )  # fmt: skip
-        for n in range(lo, hi - (full_hi - full_lo), BLOCK_M):
-            i0 = edge_tile(n, full_lo, full_hi)
+        for n in range(loops.edge, loops.edge_end, BLOCK_M):
+            i0 = tile_start(n, loops, extras.visits, BLOCK_M, True)
             sums = column_step(
                 sums, k_tile, q, lse_ptr, residual_ptr, i0, j0, q_start, first_row,
                 seq, ragged, extras, sizes, factors, cfg, True,
@@ -228,12 +227,9 @@ def column_step(
     row = i0 + tl.arange(0, cfg.BLOCK_M)
     i = row[None, :]
     j = (j0 + tl.arange(0, cfg.BLOCK_N))[:, None]
-    bias = load_scores(extras.bias, i, j, seq, IS_EDGE)
-    mask = load_scores(extras.mask, i, j, seq, IS_EDGE)
     at = stat_start(seq.b, seq.h, q_start, sizes, ragged) + row
     counts = (row >= first_row) & (row < seq.seqlen_q)
-    shift, low = row_shift(lse_ptr, residual_ptr, at, counts, factors, cfg)
-    s = dot_rows(k_tile, q_tile, cfg)  # [BLOCK_N, BLOCK_M]
-    s, _, _, _ = logits(s, i, j, seq, extras, sizes, factors, cfg, IS_EDGE, bias, mask)
-    p = tl.exp2((s - shift[None, :]) * log2_unit(factors, cfg) - low[None, :])
-    return sums + tl.sum(p, 1)
+    lse, residual = load_lse(lse_ptr, residual_ptr, at, counts, cfg.BLOCK_M)
+    shift, low = softmax_stats(lse, residual, factors, cfg)
+    s = tile_scores(k_tile, q_tile, i, j, seq, extras, sizes, factors, cfg, IS_EDGE)  # [BLOCK_N, BLOCK_M]
+    return sums + tl.sum(exponentials(s, shift[None, :], low[None, :], factors, cfg), 1)

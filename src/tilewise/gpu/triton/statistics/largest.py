@@ -11,17 +11,18 @@ import triton
 import triton.language as tl
 
 from tilewise.gpu.triton.arguments import Extras, Sizes, Source
+from tilewise.gpu.triton.loops import key_regions
 from tilewise.gpu.triton.primitives import (
-    LOG2E,
-    key_regions,
-    load_scores,
+    exponentials,
+    load_lse,
     log2_unit,
-    logits,
+    sink_weight,
+    softmax_stats,
     stat_start,
     wait_for_kernel_before,
 )
-from tilewise.gpu.triton.statistics.kernels import row_shift
-from tilewise.gpu.triton.tiles import dot_rows, load_keys, load_tile, query_tile, row_base
+from tilewise.gpu.triton.statistics.kernels import tile_scores
+from tilewise.gpu.triton.tiles import load_keys, load_tile, query_tile, row_base
 
 BEYOND = tl.constexpr((1 << 31) - 1)  # a key or column that there is none of
 
@@ -65,14 +66,12 @@ def attn_top_k_kernel(
             return
 
     q_tile = load_tile(q, row_base(q, seq.b, seq.h, q_start), i0, seq.seqlen_q, BLOCK_M, QK, True)
-    shift, low = row_shift(lse_ptr, residual_ptr, at, exists, factors, cfg)
+    lse, residual = load_lse(lse_ptr, residual_ptr, at, exists, BLOCK_M)
+    shift, low = softmax_stats(lse, residual, factors, cfg)
     total = tl.zeros((BLOCK_M,), tl.float32)
     if extras.sinks is not None:
-        lse = tl.load(lse_ptr + at, mask=exists, other=float("inf"))
-        below = tl.load(extras.sinks + seq.h).to(tl.float32) - lse
-        if residual_ptr is not None:
-            below -= tl.load(residual_ptr + at, mask=exists, other=0.0)
-        total += tl.where(lse == float("-inf"), 0.0, tl.exp2(below * LOG2E))
+        p, _ = sink_weight(extras.sinks, seq.h, lse, residual)
+        total += p
 
     column = tl.arange(0, PADDED)[None, :]
     no_place = tl.where(column < COUNT, float("-inf"), float("inf"))  # columns from COUNT on are never beaten
@@ -84,30 +83,15 @@ def attn_top_k_kernel(
     for j0 in range(lo, hi, BLOCK_N):
         k_tile = load_keys(k, j0, k_start, seq, ragged, sizes, cfg, QK, True)
         j = (j0 + tl.arange(0, BLOCK_N))[None, :]
-        tile_bias = load_scores(extras.bias, i, j, seq, True)
-        tile_mask = load_scores(extras.mask, i, j, seq, True)
-        s = dot_rows(q_tile, k_tile, cfg)  # [BLOCK_M, BLOCK_N]
-        s, _, _, _ = logits(s, i, j, seq, extras, sizes, factors, cfg, True, tile_bias, tile_mask)
-        total += tl.sum(tl.exp2((s - shift[:, None]) * log2_unit(factors, cfg) - low[:, None]), 1)
+        s = tile_scores(q_tile, k_tile, i, j, seq, extras, sizes, factors, cfg, True)  # [BLOCK_M, BLOCK_N]
+        total += tl.sum(exponentials(s, shift[:, None], low[:, None], factors, cfg), 1)
         best, keys = take_largest(best, keys, s, j)
 
     total = tl.where(total == 0.0, 1.0, total)
     store_in_order(
-        best,
-        keys,
-        shift,
-        low,
-        total,
-        weight_ptr,
-        key_ptr,
-        at,
-        exists,
-        seq.first_col,
-        factors,
-        cfg,
-        COUNT,
-        PADDED,
-    )
+        best, keys, shift, low, total, weight_ptr, key_ptr, at, exists, seq.first_col, factors,
+        cfg, COUNT, PADDED,
+    )  # fmt: skip
 
 
 @triton.jit
