@@ -190,7 +190,7 @@ def compile_case(name: str, capability: int) -> list[dict[str, Any]]:
             asked = replace(STATISTICS, block_sum=0) if problem.is_packed else STATISTICS
             StatisticsPlan(problem, asked).run(inputs, Results(None, lse, residual))
         if not name.startswith("decode") and "paged" not in case.extras:
-            launch.backward(problem, inputs, out, lse, out, lse, residual=residual)
+            launch.backward(problem, inputs, Results(out, lse, residual), out, lse)
 
     return compiled_rows(name, run, capability)
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from tilewise.core.plan import Results
 from tilewise.core.problem import Inputs, Options, describe
 from tilewise.gpu.triton import launch
 
@@ -60,7 +61,9 @@ def main(name: str) -> None:
     problem = describe(inputs, Options(**options))
     with torch.no_grad():
         out, lse = launch.forward(problem, inputs)
-        launch.backward(problem, inputs, guarded(out), guarded(lse), guarded(torch.randn_like(out)), None)
+        launch.backward(
+            problem, inputs, Results(guarded(out), guarded(lse)), guarded(torch.randn_like(out)), None
+        )
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from torch import Tensor
 from backends import Backend
 from tilewise import reference
 from tilewise.core.dropout import keep_mask, with_origin
+from tilewise.core.plan import Results as Known
 from tilewise.core.problem import AttentionProblem, Gradients, Inputs, Options, describe, spans
 from tilewise.core.values import check_values
 from tilewise.dispatch import choice as dispatch
@@ -252,7 +253,7 @@ def test_matches_the_reference(name: str):
         dout = torch.randn_like(out)
         # Not below 0: what one bias of all scores gets is the sum of dlse, which would nearly cancel.
         dlse = torch.rand_like(lse) if "half" not in name else None
-        gradients = launch.backward(problem, inputs, out, lse, dout, dlse)
+        gradients = launch.backward(problem, inputs, Known(out, lse), dout, dlse)
         if dlse is not None:  # a row without keys has no gradient, whatever its lse's is
             dlse = dlse.where(lse.isfinite(), 0.0)
         wanted_out, wanted_lse, wanted = expected(problem, inputs, options, dout, dlse)
@@ -271,7 +272,7 @@ def test_matches_the_reference(name: str):
             assert_close(actual, target, limit, f"d{field}", 1.0 if is_long_sum else 1e-2)
             if field == "bias":
                 with torch.no_grad():
-                    alone = launch.bias_gradient(problem, inputs, out, lse, dout, dlse).bias
+                    alone = launch.bias_gradient(problem, inputs, Known(out, lse), dout, dlse).bias
                 assert_close(alone, target, limit, "dbias alone", 1.0 if is_long_sum else 1e-2)
 
 
@@ -283,8 +284,8 @@ def test_dk_and_dv_apart_are_as_together(name: str):
     with torch.no_grad():
         out, lse = launch.forward(problem, inputs)
         dout, tile = torch.randn_like(out), KernelTile(16, 32, 4, 1)
-        together = launch.backward(problem, inputs, out, lse, dout, None, {"dkdv": tile})
-        apart = launch.backward(problem, inputs, out, lse, dout, None, {"dk": tile, "dv": tile})
+        together = launch.backward(problem, inputs, Known(out, lse), dout, None, {"dkdv": tile})
+        apart = launch.backward(problem, inputs, Known(out, lse), dout, None, {"dk": tile, "dv": tile})
     assert_close(apart.key, together.key.double(), 4e-6, "dkey")
     assert_close(apart.value, together.value.double(), 4e-6, "dvalue")
 
@@ -304,7 +305,7 @@ def test_boxes_hold_the_same_rows_as_addresses(name: str):
         with torch.no_grad():
             out, lse = launch.forward(problem, inputs, tile)
             tiles = dict.fromkeys(("dkdv", "dq"), tile)
-            gradients = launch.backward(problem, inputs, out, lse, out, None, tiles)
+            gradients = launch.backward(problem, inputs, Known(out, lse), out, None, tiles)
         results.append((out, lse, *gradients[:3]))
     for by_address, by_box in zip(*results):
         assert_close(by_box, by_address.double(), TOLERANCE[inputs.query.dtype] / 4, "by box")
@@ -330,7 +331,7 @@ def test_a_part_of_a_call_drops_what_the_call_does(step, query, key):
     with torch.no_grad():
         out, lse = launch.forward(problem, inputs)
         dout = torch.randn_like(out)
-        grads = launch.backward(problem, inputs, out, lse, dout, None)
+        grads = launch.backward(problem, inputs, Known(out, lse), dout, None)
     exact, _, wanted = expected(problem, inputs, options, dout, None)
     for found, right in zip((out, *grads[:3]), (exact, *wanted[:3])):
         assert_close(found, right, 4e-6, f"step {step}")
@@ -385,7 +386,7 @@ def test_strides_are_taken_as_they_are(name: str):
     if "last" in name or not IS_INTERPRETED:
         douts.append(torch.ones((), device=DEVICE).expand_as(out))
     for dout in douts:
-        gradients = launch.backward(problem, inputs, out, lse, dout, None)
+        gradients = launch.backward(problem, inputs, Known(out, lse), dout, None)
         wanted_out, _, wanted = expected(problem, inputs, options, dout, None)
         assert_close(out, wanted_out, 4e-6, "out")
         for field, actual, target in zip("qkv", gradients, wanted):
@@ -399,7 +400,7 @@ def test_the_same_bits_every_time():
     for _ in range(2 if IS_INTERPRETED else 20):
         with torch.no_grad():
             out, lse = launch.forward(problem, inputs)
-            gradients = launch.backward(problem, inputs, out, lse, torch.ones_like(out), None)
+            gradients = launch.backward(problem, inputs, Known(out, lse), torch.ones_like(out), None)
         runs.append([out, lse, *(g for g in gradients if g is not None)])
     for run in runs[1:]:
         assert all(torch.equal(a, b) for a, b in zip(runs[0], run))
@@ -425,7 +426,7 @@ def test_hidden_values_are_never_read():
         t[0, :2], t[0, LONG:], t[1, 3:] = float("nan"), float("nan"), float("nan")
     problem = solve(inputs, Options())
     out, lse = launch.forward(problem, inputs)
-    gradients = launch.backward(problem, inputs, out, lse, torch.ones_like(out), None)
+    gradients = launch.backward(problem, inputs, Known(out, lse), torch.ones_like(out), None)
     assert out.isfinite().all() and lse.isfinite().all()
     assert all(t.isfinite().all() for t in gradients[:3])
     assert not gradients.key[1, 3:].any() and not gradients.value[0, :2].any()
@@ -455,7 +456,7 @@ def test_a_new_length_runs_what_is_already_compiled():
         inputs = dense(seqlen_q, seqlen_k, batch=batch, dim=64, dim_v=64, dtype=torch.float16)
         problem = solve(inputs, Options(causal=True, window_left=64))
         out, lse = launch.forward(problem, inputs)
-        launch.backward(problem, inputs, out, lse, out, None)
+        launch.backward(problem, inputs, Known(out, lse), out, None)
 
     call(2, 128, 128)
     before = variants()
@@ -476,7 +477,7 @@ def test_more_elements_than_32_bits_can_count():
     inputs, options = Inputs(query, key, value), Options(causal=True, window_left=128)
     problem = solve(inputs, options)
     out, lse = launch.forward(problem, inputs)
-    gradients = launch.backward(problem, inputs, out, lse, out, None)
+    gradients = launch.backward(problem, inputs, Known(out, lse), out, None)
     tail = Inputs(query, key[:, -512:], value[:, -512:])
     wanted_out, _, wanted = expected(problem, tail, options, out, None)
     assert_close(out, wanted_out, 2e-3, "out")

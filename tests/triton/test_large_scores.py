@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from tilewise import reference
+from tilewise.core.plan import Results
 from tilewise.core.problem import Inputs, Options, describe
 from tilewise.testing import compare
 
@@ -40,7 +41,7 @@ def over_budget(inputs: Inputs, residual: bool = True, **options: Any) -> list[s
     with torch.no_grad():
         out, lse, *rest = launch.forward(problem, inputs, residual=residual)
         dout = torch.randn_like(out)
-        found = launch.backward(problem, inputs, out, lse, dout, None, residual=rest[0] if rest else None)
+        found = launch.backward(problem, inputs, Results(out, lse, *rest), dout, None)
     extras = {name: getattr(inputs, name) for name in ("bias", "sinks")}
     extras |= {f"cu_seqlens_{side}": getattr(inputs, f"cu_seqlens_{side}") for side in "qk"}
     exact, baseline = (

@@ -43,7 +43,7 @@ class Row:
         name = f"{self.kernel}_causal" if self.is_causal else self.kernel
         now = "nothing" if self.current_seconds is None else f"{self.current_seconds * 1e3:.3f} ms"
         times = f"{self.seconds * 1e3:.3f} ms; now {now}"
-        return f'"{name}": ({self.head_dim}, {self.best}),  # {times}'
+        return f'"{name}": {{{self.head_dim}: {self.best}}},  # {times}'
 
 
 def candidates(

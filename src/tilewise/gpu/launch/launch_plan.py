@@ -118,8 +118,7 @@ def _launch(problem: Any, step: Step, signatures: tuple[Any, ...]) -> None:
     if bound is not None:
         if len(_plans) >= MAX_PLANS:
             del _plans[next(iter(_plans))]
-        rebuild = functools.partial(_rebuild, build, problem, choices)
-        _plans[key] = LaunchPlan(launch, bound, aliases, rebuild)
+        _plans[key] = LaunchPlan(launch, bound, aliases, lambda tensors: build(problem, tensors, *choices))
 
 
 def find(
@@ -188,12 +187,6 @@ def bind(compiled: Any, grid: tuple[int, int, int]) -> BoundKernel | None:
     from tilewise.gpu.launch import launcher
 
     return launcher.bind(compiled, grid)
-
-
-def _rebuild(
-    build: Callable[..., Launch], problem: Any, choices: tuple[Any, ...], tensors: Tensors
-) -> Launch:
-    return build(problem, tensors, *choices)
 
 
 class LaunchPlan:

@@ -191,21 +191,8 @@ def again_forward(
     *batch, seqlen, heads = query.shape[:-1]
     new_out = allocator(query, (*query.shape[:-1], problem.head_dim_v), query.dtype, order)
     new_lse = allocator(query, (*batch, heads, seqlen), torch.float32)
-    new = [new_out(), new_lse(), new_lse() if residual else None, *more(given)]
-    locations: dict[int, Location | None] = {id(None): None}
-    locations |= {id(t): Location(n) for n, t in enumerate((*given, *new)) if t is not None}
-    planned = plan_steps(problem, steps(given, new), locations)
-    if planned is None:
-        return None
-
-    def again(given: Given) -> Results | None:
-        if planned.is_watched():
-            return None
-        out, lse, rest = new_out(), new_lse(), new_lse() if residual else None
-        is_started = planned.start((*given, out, lse, rest, *more(given)))
-        return Results(out, lse, rest) if is_started else None
-
-    return again
+    new = [new_out, new_lse, new_lse if residual else lambda: None]
+    return _again(problem, given, steps, more, new, Results)
 
 
 def again_backward(
@@ -225,26 +212,39 @@ def again_backward(
     query = given[0]
     sizes = [-(-4 * math.prod(shape) // SCRATCH_ALIGNMENT) * SCRATCH_ALIGNMENT for shape in scratch]
     *offsets, size = itertools.accumulate(sizes, initial=0)
-    allocators = [allocator(query, t.shape, t.dtype) for t in given[:3]]
-    allocators.append(allocator(query, (size // 4,), torch.float32))
-    gradients = [allocate() for allocate in allocators[:3]]
+    new = [allocator(query, t.shape, t.dtype) for t in given[:3]]
+    new.append(allocator(query, (size // 4,), torch.float32))
     buffers = [torch.empty(shape, dtype=torch.float32, device="meta") for shape in scratch]
-    new, others = [*gradients, *buffers], more(given)
-    last = len(given) + 3  # the index of all scratch
+    return _again(problem, given, steps, more, new, Gradients, list(zip(buffers, offsets, strict=True)))
+
+
+def _again(
+    problem: AttentionProblem,
+    given: Given,
+    steps: Callable[[Given, Given], Sequence[Step]],
+    more: More,
+    allocators: Sequence[Callable[[], Tensor | None]],
+    result: Callable[..., Any],
+    buffers: Sequence[tuple[Tensor, int]] = (),
+) -> Again | None:
+    """What makes tensors by `allocators`, starts the launches, and answers with a result of the first three.
+
+    buffers: what launches take in place of the last of these tensors, and at which offsets it lies there.
+    """
+    made, others = [allocate() for allocate in allocators], more(given)
     locations: dict[int, Location | None] = {id(None): None}
-    locations |= {id(t): Location(n) for n, t in enumerate((*given, *gradients)) if t is not None}
-    locations |= {id(t): Location(last, offset) for t, offset in zip(buffers, offsets, strict=True)}
-    locations |= {id(t): Location(last + 1 + n) for n, t in enumerate(others) if t is not None}
-    planned = plan_steps(problem, steps(given, [*new, *others]), locations)
+    locations |= {id(t): Location(n) for n, t in enumerate((*given, *made, *others)) if t is not None}
+    locations |= {id(t): Location(len(given) + len(made) - 1, offset) for t, offset in buffers}
+    new = [*made[:3], *(t for t, _ in buffers), *others]
+    planned = plan_steps(problem, steps(given, new), locations)
     if planned is None:
         return None
 
-    def again(given: Given) -> Gradients | None:
+    def again(given: Given) -> Any:
         if planned.is_watched():
             return None
-        dq, dk, dv, memory = [allocate() for allocate in allocators]
-        is_started = planned.start((*given, dq, dk, dv, memory, *more(given)))
-        return Gradients(dq, dk, dv) if is_started else None
+        made = [allocate() for allocate in allocators]
+        return result(*made[:3]) if planned.start((*given, *made, *more(given))) else None
 
     return again
 

@@ -132,13 +132,14 @@ class Call:
         self.seqlen_q = inputs.query.shape[0] if self.is_packed else problem.seqlen_q
         self.seqlen_k = inputs.key.shape[0] if problem.has_packed_keys else problem.seqlen_k
         self.bh_q = problem.num_heads * (1 if self.is_packed else problem.batch)
-        self.bh_k = problem.num_kv_heads * (1 if self.is_packed else problem.batch)
+        self.bh_k = problem.num_kv_heads * (1 if problem.has_packed_keys else problem.batch)
 
     def tiles_q(self, block: int) -> int:
         return self.seqlen_q // block + self.problem.batch if self.is_packed else -(-self.seqlen_q // block)
 
     def tiles_k(self, block: int) -> int:
-        return self.seqlen_k // block + self.problem.batch if self.is_packed else -(-self.seqlen_k // block)
+        is_packed = self.problem.has_packed_keys
+        return self.seqlen_k // block + self.problem.batch if is_packed else -(-self.seqlen_k // block)
 
     def l2_swizzle(self, length: int, heads: int) -> int:
         """(batch, head) pairs at a time: each reads `heads` heads of `length` rows of two tensors."""
@@ -220,6 +221,24 @@ class Call:
         tile = table_tile(kernel, self.problem, self.inputs.query.device)
         assert tile is not None
         return tile
+
+    def launch_tiled(
+        self,
+        kernel: Any,
+        tile: KernelTile,
+        arguments: tuple[Any, ...],
+        by_key: bool = False,
+        is_early: bool = False,
+    ) -> Launch:
+        """`kernel` on `arguments` and what all kernels take; a program has a tile of queries, or of keys."""
+        group_size = self.problem.group_size
+        tiles, looped = self.tiles_q(tile.block_m), self.tiles_k(tile.block_n)
+        bh, l2_swizzle = self.bh_q, group_size * self.l2_swizzle(self.seqlen_k, 1)
+        if by_key:
+            tiles, looped = looped, tiles
+            bh, l2_swizzle = self.bh_k, self.l2_swizzle(self.seqlen_q, group_size)
+        rest = self.ragged(), *self.extras(tiles, looped), self.factors(), *self.sizes(tiles, bh, l2_swizzle)
+        return self.launch(kernel, tile, tiles * bh, (*arguments, *rest), is_early)
 
     def launch(
         self, kernel: Any, tile: KernelTile, programs: int, arguments: tuple[Any, ...], is_early: bool = False

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from tilewise.core.functions.expression import decode
+from tilewise.core.plan import Results as Known
 from tilewise.core.problem import AttentionProblem, Gradients, Inputs
 from tilewise.core.signature import new_out
 from tilewise.gpu.functions import distances
@@ -101,30 +102,21 @@ def forward_launch(
 
     call = Call(problem, tensors, functions)
     tile = tile or _forward_tile(call)
-    num_tiles = call.tiles_q(tile.block_m)
-    l2_swizzle = problem.group_size * call.l2_swizzle(call.seqlen_k, 1)
-    tensors_qkvo = (*call.inputs[:3], call.results.out)
     arguments = (
-        *map(call.rows, tensors_qkvo),
+        *map(call.rows, (*call.inputs[:3], call.results.out)),
         *call.descriptors(call.inputs[1:3], tile.block_n, tile.has_tma),
         *(call.results.lse, call.results.residual),
-        call.ragged(),
-        *call.extras(num_tiles, call.tiles_k(tile.block_n)),
-        call.factors(),
-        *call.sizes(num_tiles, call.bh_q, l2_swizzle),
     )
-    return call.launch(attn_fwd_kernel, tile, num_tiles * call.bh_q, arguments)
+    return call.launch_tiled(attn_fwd_kernel, tile, arguments)
 
 
 def backward(
     problem: AttentionProblem,
     inputs: Inputs,
-    out: Tensor,
-    lse: Tensor,
+    known: Known,
     dout: Tensor,
     dlse: Tensor | None,
     tiles: Tiles | None = None,
-    residual: Tensor | None = None,
 ) -> Gradients:
     """Gradients by recomputation from lse + residual, each in its input's dtype; the same bits every time."""
     call = (problem, inputs)
@@ -136,9 +128,9 @@ def backward(
     fresh = torch.zeros if problem.is_cached else torch.empty
     dk, dv = (fresh(t.shape, dtype=t.dtype, device=t.device) for t in (key, value))
     dq = query.new_empty(query.shape)
-    given = _readable(out, lse, residual, dout, dlse)
+    given = _readable(known, dout, dlse)
     dbias, dcaptured = unshared_dbias(problem, inputs), _new_dcaptured(problem, inputs)
-    results = Results(*given, *new_statistics(problem, lse), dq, dk, dv, dbias, dcaptured)
+    results = Results(*given, *new_statistics(problem, given[1]), dq, dk, dv, dbias, dcaptured)
     steps = _steps(problem, inputs, results, tiles, functions, given_inputs)
     run_steps(problem, steps)
     if problem.bias_needs_grad and dbias is None:
@@ -153,13 +145,7 @@ def backward(
 
 
 def bias_gradient(
-    problem: AttentionProblem,
-    inputs: Inputs,
-    out: Tensor,
-    lse: Tensor,
-    dout: Tensor,
-    dlse: Tensor | None,
-    residual: Tensor | None = None,
+    problem: AttentionProblem, inputs: Inputs, known: Known, dout: Tensor, dlse: Tensor | None
 ) -> BiasGradient:
     """That of the bias, or of what makes a bias of distances, beside a backward without it.
 
@@ -168,8 +154,8 @@ def bias_gradient(
     call = (problem, inputs)
     problem, inputs = as_bias(problem, inputs, distances_as_bias)
     functions, inputs = functions_of(problem, inputs), launchable(inputs)
-    given = _readable(out, lse, residual, dout, dlse)
-    results = Results(*given, *new_statistics(problem, lse))
+    given = _readable(known, dout, dlse)
+    results = Results(*given, *new_statistics(problem, given[1]))
     run_steps(problem, [_step((*inputs, *given), _prepare_launch, results, functions)])
     dbias = shared_dbias(problem, inputs, results, None, functions, is_early=False)
     if problem.bias_of_distances:
@@ -178,11 +164,13 @@ def bias_gradient(
 
 
 def _readable(
-    out: Tensor, lse: Tensor, residual: Tensor | None, dout: Tensor, dlse: Tensor | None
+    known: Known, dout: Tensor, dlse: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor | None]:
     """The first of `Results` as kernels can read them."""
-    lse, residual, dlse = (None if t is None else t.contiguous() for t in (lse, residual, dlse))  # type: ignore[assignment]
-    return with_dense_rows(out), lse, residual, with_dense_rows(dout), dlse
+    out, lse, residual = known
+    assert out is not None and lse is not None
+    residual, dlse = (None if t is None else t.contiguous() for t in (residual, dlse))
+    return with_dense_rows(out), lse.contiguous(), residual, with_dense_rows(dout), dlse
 
 
 def plain_backward_steps(
@@ -286,17 +274,12 @@ def _dkdv_launch(
 
     call = Call(problem, tensors, functions)
     r, tile = call.results, tile or call.tile("dkdv")
-    num_tiles = call.tiles_k(tile.block_n)
     arguments = (
         *map(call.rows, (*call.inputs[:3], r.dout, r.dk, r.dv)),
         *call.descriptors((call.inputs.query, r.dout), tile.block_m, tile.has_tma),
         *(r.shift, r.low, r.delta),
-        call.ragged(),
-        *call.extras(num_tiles, call.tiles_q(tile.block_m)),
-        call.factors(),
-        *call.sizes(num_tiles, call.bh_k, call.l2_swizzle(call.seqlen_q, problem.group_size)),
     )
-    return call.launch(attn_bwd_dkdv_kernel, tile, num_tiles * call.bh_k, arguments, is_early=True)
+    return call.launch_tiled(attn_bwd_dkdv_kernel, tile, arguments, by_key=True, is_early=True)
 
 
 def _dq_launch(
@@ -309,20 +292,14 @@ def _dq_launch(
 
     call = Call(problem, tensors, functions)
     r, tile = call.results, tile or call.tile("dq")
-    num_tiles = call.tiles_q(tile.block_m)
-    l2_swizzle = problem.group_size * call.l2_swizzle(call.seqlen_k, 1)
     arguments = (
         *map(call.rows, (*call.inputs[:3], r.dout, r.dq)),
         None if r.dbias is None else ScoreTensor(r.dbias, *r.dbias.stride()),
         None if functions is None or not functions.wanted else r.dcaptured,
         *call.descriptors(call.inputs[1:3], tile.block_n, tile.has_tma),
         *(r.shift, r.low, r.delta),
-        call.ragged(),
-        *call.extras(num_tiles, call.tiles_k(tile.block_n)),
-        call.factors(),
-        *call.sizes(num_tiles, call.bh_q, l2_swizzle),
     )
-    return call.launch(attn_bwd_dq_kernel, tile, num_tiles * call.bh_q, arguments, is_early=True)
+    return call.launch_tiled(attn_bwd_dq_kernel, tile, arguments, is_early=True)
 
 
 def _new_dcaptured(problem: AttentionProblem, inputs: Inputs) -> Tensor | None:

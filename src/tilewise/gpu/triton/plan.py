@@ -7,7 +7,7 @@ import functools
 from torch import Tensor
 
 from tilewise.core.plan import FunctionPlan, Plan, Results, Saves
-from tilewise.core.problem import AttentionProblem, Gradients, Inputs
+from tilewise.core.problem import AttentionProblem, Inputs
 from tilewise.core.signature import Signature, in_order
 from tilewise.gpu.launch.launch_plan import Step
 from tilewise.gpu.launch.plan import (
@@ -22,7 +22,6 @@ from tilewise.gpu.launch.plan import (
 )
 from tilewise.gpu.triton import call, launch, launch_decode
 from tilewise.gpu.triton.call import launchable, with_dense_rows
-from tilewise.gpu.triton.launch import BiasGradient
 from tilewise.gpu.triton.statistics.plan import StatisticsPlan, redo_top_k as redo_top_k
 
 
@@ -31,12 +30,12 @@ def plan(problem: AttentionProblem, signature: Signature) -> Plan:
     if signature.direction == "statistics":
         return StatisticsPlan(problem, signature.aux)  # type: ignore[return-value]
     if signature.direction == "bias":
-        return FunctionPlan(problem, _bias_gradient)  # type: ignore[arg-type]
+        return FunctionPlan(problem, launch.bias_gradient)  # type: ignore[arg-type]
     if problem.functions is not None:
-        return function_plan(problem, signature.request, _forward, _backward)
+        return function_plan(problem, signature.request, _forward, launch.backward)
     if signature.direction == "backward":
         again = functools.partial(_again_backward, problem)
-        return GpuPlan(problem, signature, _backward, again, given_to_backward)
+        return GpuPlan(problem, signature, launch.backward, again, given_to_backward)
     residual, order = signature.request.residual, signature.request.order
     first = functools.partial(_forward, order=order, residual=residual)
     if launch_decode.serves(problem):
@@ -69,22 +68,6 @@ def _again_forward(problem: AttentionProblem, order: str, residual: bool, given:
 def _others(given: Given) -> tuple[Tensor | None, ...]:
     """What a forward reads besides query, key and value, as kernels take it."""
     return launchable(Inputs(*given))[3:] if len(given) > 3 else ()
-
-
-def _backward(
-    problem: AttentionProblem, inputs: Inputs, results: Results, dout: Tensor, dlse: Tensor | None
-) -> Gradients:
-    assert results.out is not None and results.lse is not None
-    given = (results.out, results.lse, dout, dlse)
-    return launch.backward(problem, inputs, *given, residual=results.residual)
-
-
-def _bias_gradient(
-    problem: AttentionProblem, inputs: Inputs, results: Results, dout: Tensor, dlse: Tensor | None
-) -> BiasGradient:
-    assert results.out is not None and results.lse is not None
-    given = (results.out, results.lse, dout, dlse)
-    return launch.bias_gradient(problem, inputs, *given, residual=results.residual)
 
 
 def _again_backward(problem: AttentionProblem, given: Given) -> Again | None:

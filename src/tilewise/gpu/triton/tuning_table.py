@@ -17,11 +17,6 @@ class KernelTile:
     is_left_shared: bool = False  # dbias: boxes of queries serve products from shared memory, not registers
     max_registers: int | None = None  # of a thread, where the compiler would take more than pays
 
-    def is_valid(self) -> bool:
-        blocks_fit = all(n >= 16 and n & (n - 1) == 0 for n in (self.block_m, self.block_n))
-        registers_fit = self.max_registers is None or 24 <= self.max_registers <= 255
-        return blocks_fit and registers_fit and self.num_warps in (1, 2, 4, 8, 16) and self.num_stages >= 1
-
 
 @dataclass(frozen=True)
 class DecodeTile:
@@ -35,206 +30,148 @@ class DecodeTile:
     is_transposed: bool = False
 
 
-# kernel -> rows of (largest padded head size of QK or V, tile), smallest first. A tile for "dk" and one for
-# "dv": each gradient has a launch of its own, in tiles twice as large, at the price of one product more.
-Rows = dict[str, list[tuple[int, KernelTile | None]]]
+# kernel -> largest padded head size of QK or V -> tile, smallest first. A tile for "dk" and one for "dv":
+# each gradient has a launch of its own, in tiles twice as large, at the price of one product more.
+Rows = dict[str, dict[int, KernelTile | None]]
+
+
+def changed(table: Rows, changes: Rows) -> Rows:
+    """The table with other tiles at some head sizes; a causal kernel's are those of the general one."""
+    found = dict(table)
+    for kernel, rows in changes.items():
+        found[kernel] = dict(sorted((table.get(kernel.removesuffix("_causal"), {}) | rows).items()))
+    return found
+
+
+# Beyond what a table holds, on any GPU.
+WIDEST = {
+    **dict.fromkeys(("forward", "forward_short", "dbias"), KernelTile(16, 16, 4, 1)),
+    **dict.fromkeys(("dkdv", "dq"), KernelTile(16, 16, 8, 1)),
+}
 
 # Any GPU with 99 KB of shared memory a CTA or more. Chosen by registers and spills; not timed.
 PORTABLE: Rows = {
-    "forward": [
-        (64, KernelTile(128, 64, 4, 3)),
-        (128, KernelTile(64, 64, 4, 2)),
-        (256, KernelTile(64, 32, 4, 2)),
-        (1024, KernelTile(16, 16, 4, 1)),
-    ],
-    "forward_short": [  # few queries, as in decoding
-        (64, KernelTile(16, 128, 4, 3)),
-        (128, KernelTile(16, 64, 4, 3)),
-        (256, KernelTile(16, 32, 4, 2)),
-        (1024, KernelTile(16, 16, 4, 1)),
-    ],
-    "dkdv": [
-        (64, KernelTile(32, 64, 4, 2)),
-        (128, KernelTile(32, 64, 4, 2)),
-        (256, KernelTile(16, 32, 4, 2)),
-        (1024, KernelTile(16, 16, 8, 1)),
-    ],
-    "dq": [
-        (64, KernelTile(64, 64, 4, 2)),
-        (128, KernelTile(64, 32, 4, 2)),
-        (256, KernelTile(32, 16, 4, 2)),
-        (1024, KernelTile(16, 16, 8, 1)),
-    ],
-    "dbias": [
-        (128, KernelTile(64, 64, 4, 1)),
-        (256, KernelTile(32, 32, 4, 1)),
-        (1024, KernelTile(16, 16, 4, 1)),
-    ],
+    "forward": {64: KernelTile(128, 64, 4, 3), 128: KernelTile(64, 64, 4, 2), 256: KernelTile(64, 32, 4, 2)},
+    # few queries, as in decoding
+    "forward_short": {
+        64: KernelTile(16, 128, 4, 3),
+        128: KernelTile(16, 64, 4, 3),
+        256: KernelTile(16, 32, 4, 2),
+    },
+    "dkdv": {128: KernelTile(32, 64, 4, 2), 256: KernelTile(16, 32, 4, 2)},
+    "dq": {64: KernelTile(64, 64, 4, 2), 128: KernelTile(64, 32, 4, 2), 256: KernelTile(32, 16, 4, 2)},
+    "dbias": {128: KernelTile(64, 64, 4, 1), 256: KernelTile(32, 32, 4, 1)},
 }
 
 # dq with the gradients of captured tensors, which take registers. Chosen by these and spills; not timed.
-HOPPER_DQ_CAPTURED: list[tuple[int, KernelTile | None]] = [
-    (128, KernelTile(64, 64, 8, 2)),
-    (256, KernelTile(32, 32, 4, 2)),
-    (1024, KernelTile(16, 16, 8, 1)),
-]
+HOPPER_DQ_CAPTURED: Rows = {"dq_captured": {128: KernelTile(64, 64, 8, 2), 256: KernelTile(32, 32, 4, 2)}}
 
 # Timed by sweeps of 6 to 16 tiles each, 4 x 4096 queries and keys, bfloat16: NVIDIA H200, 2026-11-21,
 # torch 2.11.0+cu130, triton 3.6.0. `tilewise tune` repeats it. Data-centre Blackwell takes these tiles too,
 # not timed there. The rows of 192 were timed with 192 columns of QK and 128 of V.
-HOPPER: Rows = PORTABLE | {
-    "forward": [
-        (64, KernelTile(128, 64, 8, 3)),
-        (128, KernelTile(64, 64, 4, 3, has_tma=True)),
-        (192, KernelTile(128, 64, 8, 3)),
-        (256, KernelTile(128, 64, 8, 2)),
-        (1024, KernelTile(16, 16, 4, 1)),
-    ],
-    "dkdv": [
-        (64, KernelTile(64, 64, 4, 3)),
-        (128, KernelTile(64, 64, 4, 2, has_tma=True)),
-        (192, KernelTile(32, 128, 8, 3)),
-        (256, KernelTile(32, 64, 8, 2)),
-        (1024, KernelTile(16, 16, 8, 1)),
-    ],
-    "dk": [(192, None), (256, KernelTile(32, 128, 8, 2)), (1024, None)],
-    "dv": [(192, None), (256, KernelTile(32, 128, 8, 3)), (1024, None)],
-    "dq": [
-        (64, KernelTile(64, 64, 4, 3)),
-        (128, KernelTile(128, 64, 8, 3, has_tma=True)),
-        (192, KernelTile(128, 32, 8, 3)),
-        (256, KernelTile(128, 64, 8, 1)),
-        (1024, KernelTile(16, 16, 8, 1)),
-    ],
-    "dq_captured": HOPPER_DQ_CAPTURED,
-}
+HOPPER = HOPPER_DQ_CAPTURED | changed(
+    PORTABLE,
+    {
+        "forward": {
+            64: KernelTile(128, 64, 8, 3),
+            128: KernelTile(64, 64, 4, 3, has_tma=True),
+            192: KernelTile(128, 64, 8, 3),
+            256: KernelTile(128, 64, 8, 2),
+        },
+        "dkdv": {
+            64: KernelTile(64, 64, 4, 3),
+            128: KernelTile(64, 64, 4, 2, has_tma=True),
+            192: KernelTile(32, 128, 8, 3),
+            256: KernelTile(32, 64, 8, 2),
+        },
+        "dk": {192: None, 256: KernelTile(32, 128, 8, 2)},
+        "dv": {192: None, 256: KernelTile(32, 128, 8, 3)},
+        "dq": {
+            64: KernelTile(64, 64, 4, 3),
+            128: KernelTile(128, 64, 8, 3, has_tma=True),
+            192: KernelTile(128, 32, 8, 3),
+            256: KernelTile(128, 64, 8, 1),
+        },
+    },
+)
 
 # Packed sequences and caches, which TMA does not read. Timed without them.
-HOPPER_ADDRESSES: Rows = HOPPER | {
-    "forward": [HOPPER["forward"][0], (128, KernelTile(128, 128, 8, 3)), *HOPPER["forward"][2:]],
-    "forward_causal": [HOPPER["forward"][0], (128, KernelTile(64, 64, 4, 3)), *HOPPER["forward"][2:]],
-    "dkdv": [HOPPER["dkdv"][0], (128, KernelTile(64, 128, 8, 3)), *HOPPER["dkdv"][2:]],
-    "dkdv_causal": [HOPPER["dkdv"][0], (128, KernelTile(32, 64, 4, 3)), *HOPPER["dkdv"][2:]],
-}
+HOPPER_ADDRESSES = changed(
+    HOPPER,
+    {
+        "forward": {128: KernelTile(128, 128, 8, 3)},
+        "forward_causal": {128: KernelTile(64, 64, 4, 3)},
+        "dkdv": {128: KernelTile(64, 128, 8, 3)},
+        "dkdv_causal": {128: KernelTile(32, 64, 4, 3)},
+    },
+)
 
 # Scores with a softcap or ALiBi: a few registers more. Timed likewise.
-HOPPER_FORMULA: Rows = HOPPER | {
-    "forward": [(128, KernelTile(64, 64, 4, 3)), *HOPPER["forward"][2:]],
-    "dkdv": HOPPER_ADDRESSES["dkdv"],
-}
+HOPPER_FORMULA = changed(
+    HOPPER,
+    {
+        "forward": dict.fromkeys((64, 128), KernelTile(64, 64, 4, 3)),
+        "dkdv": {128: KernelTile(64, 128, 8, 3)},
+    },
+)
 
 # Scores with a bias, a mask or dropout, and on other GPUs with a softcap or ALiBi: these take registers.
-EXTRAS: Rows = PORTABLE | {
-    "forward": [
-        (64, KernelTile(64, 64, 4, 2)),
-        (128, KernelTile(64, 32, 4, 2)),
-        (256, KernelTile(32, 32, 4, 2)),
-        (1024, KernelTile(16, 16, 4, 1)),
-    ],
-    "dkdv": [
-        (128, KernelTile(32, 32, 4, 2)),
-        (256, KernelTile(16, 32, 4, 2)),
-        (1024, KernelTile(16, 16, 8, 1)),
-    ],
-    "dq": [
-        (64, KernelTile(64, 32, 4, 2)),
-        (128, KernelTile(32, 32, 4, 2)),
-        (256, KernelTile(32, 16, 4, 2)),
-        (1024, KernelTile(16, 16, 8, 1)),
-    ],
-    "dbias": [
-        (128, KernelTile(32, 64, 4, 1)),
-        (256, KernelTile(32, 32, 4, 1)),
-        (1024, KernelTile(16, 16, 4, 1)),
-    ],
-}
+EXTRAS = changed(
+    PORTABLE,
+    {
+        "forward": {
+            64: KernelTile(64, 64, 4, 2),
+            128: KernelTile(64, 32, 4, 2),
+            256: KernelTile(32, 32, 4, 2),
+        },
+        "dkdv": {128: KernelTile(32, 32, 4, 2)},
+        "dq": {64: KernelTile(64, 32, 4, 2), 128: KernelTile(32, 32, 4, 2)},
+        "dbias": {128: KernelTile(32, 64, 4, 1)},
+    },
+)
 
 # Timed at head sizes 64 and 128.
-HOPPER_BIAS: Rows = EXTRAS | {
-    "forward": [
-        (64, KernelTile(64, 64, 4, 3)),
-        (128, KernelTile(128, 64, 8, 3, has_tma=True)),
-        *EXTRAS["forward"][2:],
-    ],
-    "dkdv": [
-        (64, KernelTile(64, 64, 4, 2)),
-        (128, KernelTile(64, 64, 4, 2, has_tma=True)),
-        *EXTRAS["dkdv"][1:],
-    ],
-    "dq": [
-        (64, KernelTile(64, 64, 4, 3)),
-        (128, KernelTile(64, 64, 4, 2, has_tma=True)),
-        *EXTRAS["dq"][2:],
-    ],
-    "dq_captured": HOPPER_DQ_CAPTURED,
-    "dbias": [
-        (64, KernelTile(64, 64, 4, 2, has_tma=True, is_left_shared=True, max_registers=168)),
-        (128, KernelTile(64, 64, 4, 2, has_tma=True)),
-        *EXTRAS["dbias"][1:],
-    ],
-}
+HOPPER_BIAS = HOPPER_DQ_CAPTURED | changed(
+    EXTRAS,
+    {
+        "forward": {64: KernelTile(64, 64, 4, 3), 128: KernelTile(128, 64, 8, 3, has_tma=True)},
+        "dkdv": {64: KernelTile(64, 64, 4, 2), 128: KernelTile(64, 64, 4, 2, has_tma=True)},
+        "dq": {64: KernelTile(64, 64, 4, 3), 128: KernelTile(64, 64, 4, 2, has_tma=True)},
+        "dbias": {
+            64: KernelTile(64, 64, 4, 2, has_tma=True, is_left_shared=True, max_registers=168),
+            128: KernelTile(64, 64, 4, 2, has_tma=True),
+        },
+    },
+)
 
 # Timed at head size 128.
-HOPPER_MASK: Rows = HOPPER_BIAS | {
-    "forward": [
-        (64, KernelTile(64, 64, 4, 3)),
-        (128, KernelTile(64, 64, 4, 2, has_tma=True)),
-        *EXTRAS["forward"][2:],
-    ],
-    "dkdv": [
-        (64, KernelTile(64, 64, 4, 2)),
-        (128, KernelTile(64, 128, 8, 2, has_tma=True)),
-        *EXTRAS["dkdv"][1:],
-    ],
-}
+HOPPER_MASK = changed(
+    HOPPER_BIAS,
+    {
+        "forward": {128: KernelTile(64, 64, 4, 2, has_tma=True)},
+        "dkdv": {128: KernelTile(64, 128, 8, 2, has_tma=True)},
+    },
+)
 
 # Timed at head size 128, without other options.
-HOPPER_DROPOUT: Rows = HOPPER_MASK | {
-    "dkdv": [
-        (64, KernelTile(64, 64, 4, 2)),
-        (128, KernelTile(32, 64, 4, 2, has_tma=True)),
-        *EXTRAS["dkdv"][1:],
-    ],
-}
+HOPPER_DROPOUT = changed(HOPPER_MASK, {"dkdv": {128: KernelTile(32, 64, 4, 2, has_tma=True)}})
 
 # float32 in full precision runs on the plain arithmetic units: small tiles, or the code explodes.
 FLOAT32: Rows = {
-    "forward": [
-        (64, KernelTile(32, 32, 4, 2)),
-        (128, KernelTile(16, 32, 4, 1)),
-        (256, KernelTile(16, 32, 8, 1)),
-        (1024, KernelTile(16, 16, 4, 1)),
-    ],
-    "forward_short": [
-        (128, KernelTile(16, 32, 4, 1)),
-        (256, KernelTile(16, 32, 8, 1)),
-        (1024, KernelTile(16, 16, 4, 1)),
-    ],
-    "dkdv": [(64, KernelTile(16, 32, 4, 1)), (1024, KernelTile(16, 16, 8, 1))],
-    "dq": [(64, KernelTile(32, 32, 4, 1)), (256, KernelTile(16, 16, 4, 1)), (1024, KernelTile(16, 16, 8, 1))],
-    "dbias": [(64, KernelTile(32, 32, 4, 1)), (1024, KernelTile(16, 16, 4, 1))],
+    "forward": {64: KernelTile(32, 32, 4, 2), 128: KernelTile(16, 32, 4, 1), 256: KernelTile(16, 32, 8, 1)},
+    "forward_short": {128: KernelTile(16, 32, 4, 1), 256: KernelTile(16, 32, 8, 1)},
+    "dkdv": {64: KernelTile(16, 32, 4, 1)},
+    "dq": {64: KernelTile(32, 32, 4, 1), 256: KernelTile(16, 16, 4, 1)},
+    "dbias": {64: KernelTile(32, 32, 4, 1)},
 }
 
 # float32 with products in tf32: matrix units, but twice the bytes of a 16-bit type.
 TF32: Rows = {
-    "forward": [
-        (64, KernelTile(64, 32, 4, 2)),
-        (128, KernelTile(64, 32, 4, 2)),
-        (256, KernelTile(32, 16, 4, 2)),
-        (1024, KernelTile(16, 16, 4, 1)),
-    ],
-    "forward_short": [(256, KernelTile(16, 32, 4, 2)), (1024, KernelTile(16, 16, 4, 1))],
-    "dkdv": [
-        (64, KernelTile(32, 64, 4, 2)),
-        (128, KernelTile(16, 64, 8, 2)),
-        (1024, KernelTile(16, 16, 8, 1)),
-    ],
-    "dq": [
-        (64, KernelTile(64, 32, 4, 2)),
-        (128, KernelTile(64, 16, 8, 2)),
-        (1024, KernelTile(16, 16, 8, 1)),
-    ],
-    "dbias": [(64, KernelTile(32, 32, 4, 1)), (1024, KernelTile(16, 16, 4, 1))],
+    "forward": {128: KernelTile(64, 32, 4, 2), 256: KernelTile(32, 16, 4, 2)},
+    "forward_short": {256: KernelTile(16, 32, 4, 2)},
+    "dkdv": {64: KernelTile(32, 64, 4, 2), 128: KernelTile(16, 64, 8, 2)},
+    "dq": {64: KernelTile(64, 32, 4, 2), 128: KernelTile(64, 16, 8, 2)},
+    "dbias": {64: KernelTile(32, 32, 4, 1)},
 }
 
 
@@ -269,11 +206,11 @@ def kernel_tile(
         table = ({None: plain, "formula": HOPPER_FORMULA} | options)[extras]
     else:
         table = PORTABLE if extras is None else EXTRAS
-    causal = f"{kernel}_causal"
     if kernel not in table:
         kernel = kernel.removesuffix("_captured")
-    rows = table.get(causal if is_causal and causal in table else kernel, [(1024, None)])
-    return next(tile for largest, tile in rows if padded_dim <= largest)
+    rows = table.get(f"{kernel}_causal" if is_causal else kernel, table.get(kernel, {}))
+    widest = WIDEST.get(kernel.removesuffix("_captured"))
+    return next((tile for largest, tile in rows.items() if padded_dim <= largest), widest)
 
 
 FEW_KEYS = 128 << 10  # of all sequences and key heads

@@ -13,8 +13,8 @@ from tilewise.gpu.triton.tiles import load_keys, load_tile, row_base, sequence_r
 
 @triton.jit(do_not_specialize=(*Sizes._fields, "block", "blocks_q", "blocks_k"))
 def attn_block_sum_kernel(
-    q, k, desc_k, desc_k_rest, lse_ptr, residual_ptr, block_ptr, block, blocks_q, blocks_k,
-    ragged, mask, bias, alibi, factors,
+    q, k, lse_ptr, residual_ptr, block_ptr, block, blocks_q, blocks_k,
+    ragged, mask, bias, alibi, sinks, dropout_seed, captured, visits, factors,
     batch, num_heads, seqlen_q, seqlen_k, stride_page_table, num_pages, window_left, window_right,
     dropout_threshold, num_tiles, num_bh, l2_swizzle,
     cfg: tl.constexpr,
@@ -23,8 +23,8 @@ def attn_block_sum_kernel(
     QK: tl.constexpr = cfg.QK
     BLOCK_M: tl.constexpr = cfg.BLOCK_M
     BLOCK_N: tl.constexpr = cfg.BLOCK_N
-    extras = Extras(mask, bias, alibi, None, None, None, None)
-    k = Source(k, desc_k, desc_k_rest)
+    extras = Extras(mask, bias, alibi, sinks, dropout_seed, captured, visits)
+    k = Source(k, None, None)
     sizes = Sizes(
         batch, num_heads, seqlen_q, seqlen_k, stride_page_table, num_pages, window_left, window_right,
         dropout_threshold, num_tiles, num_bh, l2_swizzle,

@@ -57,14 +57,14 @@ def tile_scores(
 @triton.jit(do_not_specialize=Sizes._fields)
 def attn_row_statistics_kernel(
     q, k, desc_k, desc_k_rest, lse_ptr, residual_ptr, row_max_ptr, entropy_ptr, distance_ptr,
-    ragged, mask, bias, alibi, sinks, factors,
+    ragged, mask, bias, alibi, sinks, dropout_seed, captured, visits, factors,
     batch, num_heads, seqlen_q, seqlen_k, stride_page_table, num_pages, window_left, window_right,
     dropout_threshold, num_tiles, num_bh, l2_swizzle,
     cfg: tl.constexpr,
 ):  # fmt: skip
     """What belongs to BLOCK_M queries of one head; what is None is not wanted. Grid: as of the forward."""
     QK: tl.constexpr = cfg.QK
-    extras = Extras(mask, bias, alibi, sinks, None, None, None)
+    extras = Extras(mask, bias, alibi, sinks, dropout_seed, captured, visits)
     k = Source(k, desc_k, desc_k_rest)
     sizes = Sizes(
         batch, num_heads, seqlen_q, seqlen_k, stride_page_table, num_pages, window_left, window_right,
@@ -149,10 +149,10 @@ def row_step(
 @triton.jit(do_not_specialize=(*Sizes._fields, "last_rows"))
 def attn_column_sum_kernel(
     q, k, desc_q, desc_q_rest, lse_ptr, residual_ptr, column_ptr, column_batch, column_head, last_rows,
-    ragged, mask, bias, alibi, factors,
+    IS_OF_GROUP: tl.constexpr, ragged, mask, bias, alibi, sinks, dropout_seed, captured, visits, factors,
     batch, num_heads, seqlen_q, seqlen_k, stride_page_table, num_pages, window_left, window_right,
     dropout_threshold, num_tiles, num_bh, l2_swizzle,
-    cfg: tl.constexpr, IS_OF_GROUP: tl.constexpr,
+    cfg: tl.constexpr,
 ):  # fmt: skip
     """Sums of BLOCK_N keys of one key head, for each query head or, IS_OF_GROUP, over those that share it.
 
@@ -160,7 +160,7 @@ def attn_column_sum_kernel(
     last `last_rows` queries of a sequence count.
     """
     QK: tl.constexpr = cfg.QK
-    extras = Extras(mask, bias, alibi, None, None, None, None)
+    extras = Extras(mask, bias, alibi, sinks, dropout_seed, captured, visits)
     q = Source(q, desc_q, desc_q_rest)
     k = Source(k, None, None)
     sizes = Sizes(

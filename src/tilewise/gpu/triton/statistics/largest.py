@@ -30,10 +30,11 @@ BEYOND = tl.constexpr((1 << 31) - 1)  # a key or column that there is none of
 @triton.jit(do_not_specialize=(*Sizes._fields, "list_size"))
 def attn_top_k_kernel(
     q, k, desc_k, desc_k_rest, lse_ptr, residual_ptr, weight_ptr, key_ptr, held_ptr, list_size,
-    ragged, mask, bias, alibi, sinks, factors,
+    COUNT: tl.constexpr, PADDED: tl.constexpr,
+    ragged, mask, bias, alibi, sinks, dropout_seed, captured, visits, factors,
     batch, num_heads, seqlen_q, seqlen_k, stride_page_table, num_pages, window_left, window_right,
     dropout_threshold, num_tiles, num_bh, l2_swizzle,
-    cfg: tl.constexpr, COUNT: tl.constexpr, PADDED: tl.constexpr,
+    cfg: tl.constexpr,
 ):  # fmt: skip
     """Of BLOCK_M queries of one head; weight_ptr and key_ptr have COUNT entries a query.
 
@@ -44,7 +45,7 @@ def attn_top_k_kernel(
     QK: tl.constexpr = cfg.QK
     BLOCK_M: tl.constexpr = cfg.BLOCK_M
     BLOCK_N: tl.constexpr = cfg.BLOCK_N
-    extras = Extras(mask, bias, alibi, sinks, None, None, None)
+    extras = Extras(mask, bias, alibi, sinks, dropout_seed, captured, visits)
     k = Source(k, desc_k, desc_k_rest)
     sizes = Sizes(
         batch, num_heads, seqlen_q, seqlen_k, stride_page_table, num_pages, window_left, window_right,

@@ -73,17 +73,12 @@ def _row_launch(problem: AttentionProblem, tensors: Tensors) -> Launch:
     *known, row_max, entropy, distance = tensors
     call = Call(problem, tuple(known))
     tile = call.tile("forward")
-    num_tiles = call.tiles_q(tile.block_m)
     arguments = (
         *map(call.rows, call.inputs[:2]),
         *call.descriptors((call.inputs.key,), tile.block_n, tile.has_tma),
         *(call.results.lse, call.results.residual, row_max, entropy, distance),
-        call.ragged(),
-        *call.extras()[:4],
-        call.factors(),
-        *call.sizes(num_tiles, call.bh_q, problem.group_size * call.l2_swizzle(call.seqlen_k, 1)),
     )
-    return call.launch(attn_row_statistics_kernel, tile, num_tiles * call.bh_q, arguments)
+    return call.launch_tiled(attn_row_statistics_kernel, tile, arguments)
 
 
 def _column_launch(problem: AttentionProblem, tensors: Tensors, last_rows: int, is_of_group: bool) -> Launch:
@@ -93,23 +88,13 @@ def _column_launch(problem: AttentionProblem, tensors: Tensors, last_rows: int, 
     assert columns is not None
     call = Call(problem, tuple(known))
     tile = call.tile("dkdv")
-    packed = problem.has_packed_keys
-    num_tiles = call.tiles_k(tile.block_n) if packed else -(-call.seqlen_k // tile.block_n)
-    programs = num_tiles * problem.num_kv_heads * (1 if packed else problem.batch)
-    strides = (0, columns.stride(0)) if packed else columns.stride()[:2]
+    strides = (0, columns.stride(0)) if problem.has_packed_keys else columns.stride()[:2]
     arguments = (
         *map(call.rows, call.inputs[:2]),
         *call.descriptors((call.inputs.query,), tile.block_m, tile.has_tma),
-        *(call.results.lse, call.results.residual, columns, *strides, last_rows),
-        call.ragged(),
-        *call.extras()[:3],
-        call.factors(),
-        *call.sizes(
-            num_tiles, programs // max(1, num_tiles), call.l2_swizzle(call.seqlen_q, problem.group_size)
-        ),
+        *(call.results.lse, call.results.residual, columns, *strides, last_rows, is_of_group),
     )
-    launch = call.launch(attn_column_sum_kernel, tile, programs, arguments)
-    return launch._replace(arguments=(*launch.arguments, is_of_group))
+    return call.launch_tiled(attn_column_sum_kernel, tile, arguments, by_key=True)
 
 
 def _block_launch(problem: AttentionProblem, tensors: Tensors, size: int) -> Launch:
@@ -118,17 +103,12 @@ def _block_launch(problem: AttentionProblem, tensors: Tensors, size: int) -> Lau
     *known, blocks = tensors
     assert blocks is not None
     call = Call(problem, tuple(known))
-    tile = call.tile("forward")
     arguments = (
         *map(call.rows, call.inputs[:2]),
-        *call.descriptors((call.inputs.key,), tile.block_n, has_tma=False),
         *(call.results.lse, call.results.residual, blocks, size, *blocks.shape[2:]),
-        call.ragged(),
-        *call.extras()[:3],
-        call.factors(),
-        *call.sizes(1, 1, 1),
+        *(call.ragged(), *call.extras(), call.factors(), *call.sizes()),
     )
-    return call.launch(attn_block_sum_kernel, tile, blocks.numel(), arguments)
+    return call.launch(attn_block_sum_kernel, call.tile("forward"), blocks.numel(), arguments)
 
 
 def _top_k_launch(problem: AttentionProblem, tensors: Tensors, count: int, list_size: int = 0) -> Launch:
@@ -140,15 +120,10 @@ def _top_k_launch(problem: AttentionProblem, tensors: Tensors, count: int, list_
     # Products on the plain arithmetic units leave few registers to the weights that are kept.
     is_plain = (problem.dtype, problem.precision) == (torch.float32, "ieee")
     tile = call.tile("forward_short" if is_plain else "forward")
-    num_tiles = call.tiles_q(tile.block_m)
     arguments = (
         *map(call.rows, call.inputs[:2]),
         *call.descriptors((call.inputs.key,), tile.block_n, tile.has_tma),
-        *(call.results.lse, call.results.residual, weights, keys, held, list_size),
-        call.ragged(),
-        *call.extras()[:4],
-        call.factors(),
-        *call.sizes(num_tiles, call.bh_q, problem.group_size * call.l2_swizzle(call.seqlen_k, 1)),
+        *(call.results.lse, call.results.residual, weights, keys, held),
+        *(list_size, count, 1 << (count - 1).bit_length()),
     )
-    launch = call.launch(attn_top_k_kernel, tile, num_tiles * call.bh_q, arguments, held is not None)
-    return launch._replace(arguments=(*launch.arguments, count, 1 << (count - 1).bit_length()))
+    return call.launch_tiled(attn_top_k_kernel, tile, arguments, is_early=held is not None)
