@@ -117,15 +117,17 @@ def decode_step(
     cfg: tl.constexpr,
 ):  # fmt: skip
     """Fold key tile t into (acc, m, l). A compare for each score is free beside the reading of its key."""
+    QK: tl.constexpr = cfg.QK
+    V: tl.constexpr = cfg.V
     offs_n = t * cfg.BLOCK_N + tl.arange(0, cfg.BLOCK_N)
     mask_n = offs_n < seq.seqlen_k
     entry, row, mask_n = key_rows(seq.b, k_start + offs_n, mask_n, ragged, sizes, cfg)
     key_scale, value_scale = scales
-    k_tile = load_keys(k, key_scale, entry, row, kv_head, mask_n, q[0].dtype, sizes, cfg, cfg.QK)
+    k_tile = load_keys(k, key_scale, entry, row, kv_head, mask_n, q[0].dtype, sizes, cfg, QK)
     if cfg.IS_SHARED:
         v_tile = k_tile[0]
     else:
-        v_tile = load_keys(v, value_scale, entry, row, kv_head, mask_n, q[0].dtype, sizes, cfg, cfg.V)[0]
+        v_tile = load_keys(v, value_scale, entry, row, kv_head, mask_n, q[0].dtype, sizes, cfg, V)[0]
     KEYS: tl.constexpr = 0 if cfg.IS_TRANSPOSED else 1  # the axis of a score tile that has them
     i, j = tl.expand_dims(i, KEYS), tl.expand_dims(offs_n, 1 - KEYS)
     bias = load_scores(extras.bias, i, j, seq, True)
@@ -177,6 +179,7 @@ def attn_decode_kernel(
         batch, num_heads, seqlen_q, seqlen_k, stride_page_table, num_pages, window_left, window_right,
         dropout_threshold, num_tiles, num_bh, l2_swizzle,
     )  # fmt: skip
+    QK: tl.constexpr = cfg.QK
     BLOCK_M: tl.constexpr = cfg.BLOCK_M
     BLOCK_DV: tl.constexpr = cfg.V.FIRST
     worker = tl.program_id(0)
@@ -202,7 +205,7 @@ def attn_decode_kernel(
         i = r // cfg.GROUP_SIZE
         h = kv_head * cfg.GROUP_SIZE + r % cfg.GROUP_SIZE
         q_ptrs = q.ptr + b.to(tl.int64) * q.stride_batch + i.to(tl.int64) * q.stride_row + h * q.stride_head
-        q_tile = load_rows(q_ptrs[:, None], row_exists[:, None], cfg.QK)  # [BLOCK_M, head_dim]
+        q_tile = load_rows(q_ptrs[:, None], row_exists[:, None], QK)  # [BLOCK_M, head_dim]
         h_tile = h[None, :] if cfg.IS_TRANSPOSED else h[:, None]
         seq = Sequence(b, h_tile, sizes.seqlen_q, seqlen_kb, seqlen_kb - sizes.seqlen_q, k_start)
         m = tl.full((BLOCK_M,), float("-inf"), tl.float32)
