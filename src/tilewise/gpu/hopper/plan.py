@@ -239,7 +239,7 @@ def _again_decode(
         fresh = [None if allocate is None else allocate() for allocate in allocators]
         for found, step in zip(plans, launch.steps(config, workers, tensors, fresh)):
             found((*step.tensors, *step.fresh))
-        out, *rest = fresh[-3:]
+        out, *rest = fresh[:3]
         assert out is not None
         return Results(in_order(out, order), *rest)
 

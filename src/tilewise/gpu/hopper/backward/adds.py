@@ -15,7 +15,7 @@ from tilewise.gpu.hopper.backward.ranges import (
     scratch_tile,
     staggered,
 )
-from tilewise.gpu.hopper.backward.splits import queries_of, receive_split
+from tilewise.gpu.hopper.backward.splits import queries_of
 from tilewise.gpu.hopper.common.compat import (
     add_tile,
     gl,
@@ -28,7 +28,7 @@ from tilewise.gpu.hopper.common.compat import (
     wait_for_stores,
     wait_for_writes,
 )
-from tilewise.gpu.hopper.common.scheduler import fetch_add, fetched
+from tilewise.gpu.hopper.common.scheduler import fetch_add, fetched, receive
 from tilewise.gpu.hopper.mask.steps import head_and_tile, step_entry, walk_of
 
 DQ_FULL = gl.constexpr(9)  # + W: named barrier, warpgroup W has staged its half of dQ
@@ -46,7 +46,7 @@ def add_role(dq_desc, semaphores, ch, sizes, splits, mask, cfg: gl.constexpr):
     if cfg.ENDS_UNEVENLY:
         start_next_kernel()  # its programs run on SMs that have nothing left to do
     use = 0
-    work, start = receive_split(ch.work, use, 1)
+    work, start = receive(ch.work, use, 1)
     while work.row >= 0:
         tiles = query_tiles(work.row, cfg.BLOCK_N, work, sizes, cfg)
         head, tile, steps, spread = queries_of(start, work, tiles, sizes, splits, cfg)
@@ -89,7 +89,7 @@ def add_role(dq_desc, semaphores, ch, sizes, splits, mask, cfg: gl.constexpr):
             done = gl.where(start < 0, 1, steps)  # a tile's splits add up to all of its steps
             gl.atomic_add(bh_counter(semaphores, work, sizes, cfg), done, sem="release")
         use += 1
-        work, start = receive_split(ch.work, use, 1)
+        work, start = receive(ch.work, use, 1)
 
 
 @gluon.jit

@@ -5,40 +5,28 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
+from tilewise.gpu.hopper.common.arguments import KernelConfig
+
 MOST_SOFTCAP = 1000.0  # that keeps lse so small that 16-bit weights need no shift
 LARGE_LSE = 44.0  # 64 in units of log2; up to here a float has it to 2^-18
 DQ_TILE = 4096  # float32 elements of dq that one warpgroup adds at a time: [64, 64]
 
 
-@dataclass(frozen=True)
-class BackwardConfig:
-    """Compile-time choices of the backward kernel."""
+@dataclass(frozen=True, kw_only=True)
+class BackwardConfig(KernelConfig):
+    """Compile-time choices of the backward kernel. Rows of its tiles are keys."""
 
+    WARPGROUPS: int = 2
     BLOCK_M: int  # queries of a tile
     BLOCK_N: int  # keys of a tile: 64 for each of two warpgroups
     BLOCK_D: int  # head sizes of QK and V, padded by TMA to a power of two
     K_STAGES: int  # tiles of v; two: of k as well. With one, k shares the queries' slots: see `loads`
-    IS_PACKED: bool  # sequences one after another, bounded by cu_seqlens
-    HAS_LEFT: bool  # the window has a left edge
-    HAS_RIGHT: bool  # or a right edge; causal is a right edge of 0
-    HAS_SOFTCAP: bool
-    IS_DETERMINISTIC: bool  # key tiles add to dq in their order
     LATEST_FIRST: bool = False  # queries of a tile of keys from the last to the first, each of all heads
     IS_SPLIT: bool = False  # several CTAs share a tile of keys: see `splits`
-    HAS_MASK: bool = False  # query tiles are visited by a `TransposedMap`
-    MASK: Any = None  # a mask function, inlined where the map has no bits
-    HAS_DROPOUT: bool = False
-    HAS_ORIGIN: bool = False  # the call is a part of one by which dropout numbers heads, queries and keys
-    HAS_ALIBI: bool = False
-    HAS_BIAS: bool = False
-    BIAS_OF_ROWS: bool = False  # all queries have the same: rows of a tile are keys
-    BIAS_OF_DISTANCES: bool = False  # it depends on query - key
-    SCORE: Any = None  # a score function: see `gpu.functions.source`
-    HAS_SLOPE: bool = False  # its derivative by the score is not 1
     HAS_LARGE_LSE: bool = True  # where lse is large, rows have a shift: see `scores.weights`
     STATS: ClassVar[int] = 2  # rows of `rows.attn_bwd_prepare_kernel`; there is no room for the shift
-    MMA_REGISTERS: int = 240
-    LOAD_REGISTERS: int = 24
+    MMA_REGISTERS: ClassVar[int] = 240
+    LOAD_REGISTERS: ClassVar[int] = 24
 
     @property
     def DESCENDING(self) -> bool:
@@ -64,11 +52,6 @@ class BackwardConfig:
     def IS_EVENLY_SPLIT(self) -> bool:
         """Whether each is cut into the same number of splits."""
         return self.IS_SPLIT and self.HAS_RIGHT
-
-    @property
-    def maxnreg(self) -> int:
-        """Registers of each thread at the start: an SM's, over 3 warpgroups (single warps count as one)."""
-        return 65536 // (3 * 128) // 8 * 8
 
 
 class BackwardSizes(NamedTuple):
@@ -113,10 +96,11 @@ class ScoreFactors(NamedTuple):
     softcap_log2e: Any
 
 
-@dataclass(frozen=True)
-class WideBackwardConfig:
-    """Compile-time choices of the kernels for head sizes over 128."""
+@dataclass(frozen=True, kw_only=True)
+class WideBackwardConfig(KernelConfig):
+    """Compile-time choices of the kernels for head sizes over 128. No tile of keys waits for others."""
 
+    WARPGROUPS: int = 2
     BLOCK_M: int  # queries of a tile of the keys kernel, and of the row statistics
     BLOCK_N: int  # keys of a tile
     D_CHUNKS: int  # head_dim of QK in chunks; TMA fills the last one up with zeros
@@ -125,28 +109,11 @@ class WideBackwardConfig:
     STAGES: int  # tiles of Q and of dO in flight in the keys kernel
     K_STAGES: int  # in the queries kernel
     V_STAGES: int
-    IS_PACKED: bool
-    HAS_LEFT: bool
-    HAS_RIGHT: bool
-    HAS_SOFTCAP: bool
-    DESCENDING: bool = False  # whether the last keys of a sequence are worked on first
-    IS_DETERMINISTIC: bool = False  # whether a tile of keys waits for others: none does
-    PACK: int = 1  # query heads that share a tile, as in the forward's ranges
     HAS_LARGE_LSE: bool = True
-    HAS_MASK: ClassVar[bool] = False
-    HAS_DROPOUT: ClassVar[bool] = False
-    HAS_ORIGIN: ClassVar[bool] = False
-    HAS_ALIBI: ClassVar[bool] = False
-    HAS_BIAS: ClassVar[bool] = False
-    SCORE: ClassVar[Any] = None
-    HAS_SLOPE: ClassVar[bool] = False
+    DESCENDING: ClassVar[bool] = False  # whether the last keys of a sequence are worked on first
     STATS: ClassVar[int] = 4  # rows of `rows.attn_bwd_prepare_kernel`: with the shift, and one not in use
-    MMA_REGISTERS: int = 240
-    LOAD_REGISTERS: int = 24
-
-    @property
-    def NEAREST_FIRST(self) -> bool:
-        return self.HAS_LEFT
+    MMA_REGISTERS: ClassVar[int] = 240
+    LOAD_REGISTERS: ClassVar[int] = 24
 
     @property
     def IS_SLIM(self) -> bool:
@@ -157,8 +124,3 @@ class WideBackwardConfig:
     def STORE_WIDTHS(self) -> tuple[int, int]:
         """Columns of dK and of dV that are stored at a time, each through a tile that is no longer needed."""
         return (self.D_CHUNK, self.BLOCK_DV) if self.IS_SLIM else (128, 128)
-
-    @property
-    def maxnreg(self) -> int:
-        """Registers of each thread at the start: an SM's, over 3 warpgroups (a single warp counts as one)."""
-        return 65536 // (3 * 128) // 8 * 8

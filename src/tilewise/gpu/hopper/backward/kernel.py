@@ -23,7 +23,7 @@ FlashAttention-3.
 """
 
 from tilewise.gpu.hopper.backward.adds import DQ_EMPTY, DQ_FULL, add_role
-from tilewise.gpu.hopper.backward.arguments import BackwardSizes, ScoreFactors, Splits
+from tilewise.gpu.hopper.backward.arguments import BackwardSizes, Splits
 from tilewise.gpu.hopper.backward.loads import (
     FIRST_STATE,
     await_slot,
@@ -52,8 +52,8 @@ from tilewise.gpu.hopper.backward.scores import (
     score_gradient,
     weights,
 )
-from tilewise.gpu.hopper.backward.splits import queries_of, receive_split, store_split
-from tilewise.gpu.hopper.common.arguments import Extras, Packing, TransposedMap
+from tilewise.gpu.hopper.backward.splits import queries_of, store_split
+from tilewise.gpu.hopper.common.arguments import Extras, TransposedMap
 from tilewise.gpu.hopper.common.biases import load_bias, load_slope
 from tilewise.gpu.hopper.common.compat import (
     as_blocks,
@@ -72,6 +72,7 @@ from tilewise.gpu.hopper.common.compat import (
 from tilewise.gpu.hopper.common.dropout import load_seed, survivors
 from tilewise.gpu.hopper.common.layouts import accumulator_layout, operand_layout
 from tilewise.gpu.hopper.common.products import product
+from tilewise.gpu.hopper.common.scheduler import receive
 from tilewise.gpu.hopper.mask.steps import head_and_tile, load_step_bits, step_entry, walk_of
 
 
@@ -130,16 +131,13 @@ def stats_of(slot, ch, cfg: gl.constexpr):
 @gluon.jit
 def start_step(
     W: gl.constexpr, step, use, work_use, slot, last, keys, at, tile, key, own, work, desc, ch, sizes,
-    factors, kept, extras, cfg: gl.constexpr,
+    factors, extras, cfg: gl.constexpr,
 ):  # fmt: skip
     """(P^T, the weight of dS^T, dP^T that may still run) of a query tile that has arrived.
 
     What the step before has staged is published, if there was one.
     """
     stats = stats_of(slot, ch, cfg)
-    slope = load_slope(work.batch, at.head, extras, cfg)
-    query = staggered(at.number, at.tiles, at.spread, cfg) * cfg.BLOCK_M
-    bias = load_bias(key, query, work.batch, at.head, work.seqlen_k, work.seqlen_q, extras, cfg.BLOCK_M, cfg)
     v = ch.v.tiles.index(work_use % cfg.K_STAGES * 2 + W)
     s = start_product(key_buffer(ch, keys, W, desc, cfg), query_buffer(ch, slot, 0), cfg)
     if step == 0:
@@ -148,16 +146,14 @@ def start_step(
         publish_step(W, use, last, ch)
         s = warpgroup_mma_wait(0, deps=(s,))
         p, weight = probabilities(
-            s, stats, at, kept, slope, bias, tile, key, own, work, sizes, factors, extras, ch.ds.dtype, cfg
+            s, stats, at, tile, key, own, work, sizes, factors, extras, ch.ds.dtype, cfg
         )
         dp = start_product(v, query_buffer(ch, slot, 1), cfg)
     else:  # float32 weights: no need to widen P again, element by element
         dp = start_product(v, query_buffer(ch, slot, 1), cfg)
         publish_step(W, use, last, ch)
         s = warpgroup_mma_wait(1, deps=(s,))
-        p, _ = weights(
-            s, stats, at, kept, slope, bias, tile, key, own, work, sizes, factors, extras, ch.ds.dtype, cfg
-        )
+        p, _ = weights(s, stats, at, tile, key, own, work, sizes, factors, extras, ch.ds.dtype, cfg)
         weight = p
     return p, weight, dp
 
@@ -193,7 +189,7 @@ def mma_role(
     work_use = 0  # of the work ring
     use = 0  # query tiles so far
     last = 0  # the slot that the next step gives back
-    work, start = receive_split(ch.work, work_use)
+    work, start = receive(ch.work, work_use)
     state = 0 * work.row + FIRST_STATE
     dk = gl.full([64, cfg.BLOCK_D], 0.0, gl.float32, accumulator_layout(cfg.BLOCK_D))
     dv = gl.full([64, cfg.BLOCK_D], 0.0, gl.float32, accumulator_layout(cfg.BLOCK_D))
@@ -215,19 +211,23 @@ def mma_role(
             keys = key_slot(state) + zero
             slot = query_slot(state)
             state = to_next_queries(await_slot(state, slot, ch), cfg)
+            has_hidden, words = 0, 0
             if cfg.HAS_MASK:
                 head, tile = head_and_tile(entry, work, sizes)
-                words = 0 * tile
+                has_hidden = entry >> W & 1
                 if cfg.MASK is None:
                     words = load_step_bits(W, entry, head, tile, work, mask, sizes, cfg)
-                at = Step(shifts, head, tile, spread, tiles, entry >> W & 1, words)
                 entry = step_entry(step + 1, walk, mask)  # there when the next step begins
-            else:
-                at = Step(shifts, head, tile, spread, tiles, 0 * tile, 0 * tile)
+            slope = load_slope(work.batch, head, extras, cfg)
+            query = staggered(tile, tiles, spread, cfg) * cfg.BLOCK_M
+            bias = load_bias(
+                key, query, work.batch, head, work.seqlen_k, work.seqlen_q, extras, cfg.BLOCK_M, cfg
+            )
+            at = Step(shifts, head, tile, spread, tiles, has_hidden, words, kept, slope, bias)
             visited = mirrored(tile, tiles, cfg)
             p, weight, dp = start_step(
                 W, step, use, work_use, slot, last, keys, at, visited, key, own, work, dk_desc, ch, sizes,
-                factors, kept, extras, cfg,
+                factors, extras, cfg,
             )  # fmt: skip
             dp = warpgroup_mma_wait(0, deps=(dp,))
             ds = stage_ds(W, weight, p, dp, use, slot, ch, cfg)
@@ -264,7 +264,7 @@ def mma_role(
                 W, dk * factors.scale, dv, last, opaque_zero(use), row_coords, dk_desc, dv_desc, ch, cfg
             )
         work_use += 1
-        work, start = receive_split(ch.work, work_use)
+        work, start = receive(ch.work, work_use)
     fence_async_shared()
     named_barrier_arrive(DQ_FULL + W, use)
     named_barrier_sync(DQ_EMPTY + W, use)
@@ -306,9 +306,9 @@ MASK_STRIDES = ("list_batch", "list_head", "mask_stride_batch", "mask_stride_hea
 @gluon.jit(do_not_specialize=[*BackwardSizes._fields, "border", "unit", *MASK_STRIDES, *EXTRA_INTEGERS])
 def attn_bwd_kernel(
     q_desc, k_desc, v_desc, do_desc, dq_desc, dk_desc, dv_desc, stats_desc, shifts, semaphores,
-    cu_seqlens_q, cu_seqlens_k, order, first_tile, counter,
+    packing, counter,
     batch, seqlen_q, seqlen_k, group_size, num_bh, num_tiles, l2_swizzle, tiles_q,
-    window_left, window_right, scale, scale_log2e, two_over_softcap_log2e, softcap_log2e,
+    window_left, window_right, factors,
     border, unit, key_sums, mask_lists, mask_bits, list_batch, list_head,
     mask_stride_batch, mask_stride_head, mask_stride_tile,
     dropout_seed, dropout_addend, dropout_either, inverse_keep, slopes, slopes_stride,
@@ -319,8 +319,6 @@ def attn_bwd_kernel(
         batch, seqlen_q, seqlen_k, group_size, num_bh, num_tiles, l2_swizzle, tiles_q,
         window_left, window_right,
     )  # fmt: skip
-    packing = Packing(cu_seqlens_q, cu_seqlens_k, order, first_tile)
-    factors = ScoreFactors(scale, scale_log2e, two_over_softcap_log2e, softcap_log2e)
     splits = Splits(border, unit, key_sums)
     extras = Extras(
         dropout_seed, dropout_addend, dropout_either, inverse_keep, slopes, slopes_stride,

@@ -22,7 +22,7 @@ from tilewise.gpu.hopper.backward.arguments import (
     WideBackwardConfig,
 )
 from tilewise.gpu.hopper.common import host
-from tilewise.gpu.hopper.common.arguments import TransposedMap
+from tilewise.gpu.hopper.common.arguments import Packing, TransposedMap
 from tilewise.gpu.hopper.common.functions import compiled_functions, source_of
 from tilewise.gpu.hopper.mask.tile_map import transposed_map
 from tilewise.gpu.launch.launch_plan import Launch, Step, Tensors, run_steps
@@ -102,31 +102,18 @@ def steps(
 @functools.lru_cache(maxsize=4096)
 def backward_config(problem: AttentionProblem) -> BackwardConfig:
     """The tiles of a problem. Measurements are in docs/kernels-hopper.md."""
-    visibility = problem.visibility()
     block_d = 64 if max(problem.head_dim, problem.head_dim_v) <= 64 else 128
-    function = compiled_functions(problem)
     return BackwardConfig(
         BLOCK_M=128 if block_d == 64 else 64,
         BLOCK_N=128,
         BLOCK_D=block_d,
         K_STAGES=2 if block_d == 64 else 1,
-        IS_PACKED=problem.is_packed,
-        HAS_LEFT=visibility.left is not None,
-        HAS_RIGHT=visibility.right is not None,
-        HAS_SOFTCAP=problem.softcap > 0,
         IS_DETERMINISTIC=problem.deterministic,
         LATEST_FIRST=latest_first(problem, block_d),
-        HAS_MASK=problem.mask_shape is not None,
-        HAS_DROPOUT=problem.dropout_p > 0,
-        HAS_ORIGIN=problem.dropout_step > 0,
-        HAS_ALIBI=problem.has_alibi,
-        HAS_BIAS=problem.bias_shape is not None,
         BIAS_OF_ROWS=problem.bias_shape is not None and problem.bias_shape[2] == 1,
-        BIAS_OF_DISTANCES=problem.bias_of_distances,
-        MASK=function.mask,
-        SCORE=function.score,
-        HAS_SLOPE=function.has_slope,
+        HAS_SLOPE=compiled_functions(problem).has_slope,
         HAS_LARGE_LSE=has_large_lse(problem),
+        **host.options(problem),
     )
 
 
@@ -286,7 +273,7 @@ def main_launch(
 
     query, key, value, dout, cu_q, cu_k, *rest = tensors
     extras, rest = rest[:6], rest[6:]
-    dk, dv, stats, shifts, dq, semaphores, *others, key_sums, mask_lists, mask_bits = rest
+    dk, dv, stats, shifts, dq, semaphores, *ordered, counter, key_sums, mask_lists, mask_bits = rest
     assert query is not None and key is not None
     cfg = dataclasses.replace(cfg, IS_SPLIT=division.splits > 0)
     is_packed = problem.is_packed
@@ -298,9 +285,9 @@ def main_launch(
         host.flat_descriptor(dq, (DQ_TILE // 128, 128)),
         *(host.descriptor(t, keys, is_packed) for t in (dk, dv)),
         host.flat_descriptor(stats, (1, 2 * cfg.BLOCK_M)),
-        *(shifts, semaphores, cu_q, cu_k, *others),
+        *(shifts, semaphores, Packing(cu_q, cu_k, *ordered), counter),
         *sizes,
-        *score_factors(problem),
+        score_factors(problem),
         *Splits(division.border, division.unit, key_sums),
         *(mask_lists, mask_bits, *mask_strides),
         *host.extras(problem, *extras),

@@ -84,7 +84,7 @@ def staggered(tile, tiles, spread, cfg: gl.constexpr):
 
 @aggregate
 class Step:
-    """A query tile that a tile of keys visits: `number` before `staggered`."""
+    """A query tile that a tile of keys visits: `number` before `staggered`. What there is not is 0."""
 
     shifts: gl.tensor  # of all query tiles: what `rows` subtracts from scores where lse is large
     head: gl.tensor
@@ -93,6 +93,9 @@ class Step:
     tiles: QueryTiles
     has_hidden: gl.tensor  # whether a mask hides scores of the warpgroup, by its bits
     words: gl.tensor
+    kept: gl.tensor  # which weights survive dropout: see `survivors`
+    slope: gl.tensor  # of ALiBi
+    bias: gl.tensor  # see `load_bias`
 
 
 @gluon.jit

@@ -47,14 +47,13 @@ def has_shift(stats):
 
 @gluon.jit
 def weights(
-    s, stats, at, kept, slope, bias, tile, key, own, work, sizes, factors, extras, dtype: gl.constexpr,
-    cfg: gl.constexpr,
-):  # fmt: skip
+    s, stats, at, tile, key, own, work, sizes, factors, extras, dtype: gl.constexpr, cfg: gl.constexpr
+):
     """(P^T in float32, derivative of softcap and score function) of finished products s [64 keys, BLOCK_M].
 
     Weights that are dropped are negative: so `as_operand` makes 0 of them, and their size is there for dS^T.
     Where lse is large, scores lose a shift first: their difference is exact. That is rare, so in a branch.
-    `at`: see `load_shift`.
+    `at`: a `Step`, which the kernels of wide heads do not need.
     """
     columns: gl.constexpr = gl.SliceLayout(0, s.type.layout)
     x, unit, derivative = capped(s, factors, cfg)
@@ -73,9 +72,9 @@ def weights(
     x = x * unit - lse[None, :]
     if cfg.HAS_ALIBI:
         query = staggered(at.number, at.tiles, at.spread, cfg) * cfg.BLOCK_M + work.seqlen_k - work.seqlen_q
-        x = x - penalty(x, key - query, slope)
+        x = x - penalty(x, key - query, at.slope)
     if cfg.HAS_BIAS:
-        x = with_bias(x, bias, dtype, cfg)
+        x = with_bias(x, at.bias, dtype, cfg)
     if (tile < own.full_begin) | (tile >= own.full_end):
         x = mask_transposed(x, tile, key, work, sizes, cfg)
     if cfg.HAS_MASK:  # noqa: SIM102 - `at` may be None
@@ -87,7 +86,7 @@ def weights(
                 x = hide_by_bits(x, at.words)
     p = exp2(x)
     if cfg.HAS_DROPOUT:
-        p = marked(p, kept, True)
+        p = marked(p, at.kept, True)
     return p, derivative
 
 
@@ -108,26 +107,10 @@ def _clamped(dtype):
 
 @gluon.jit
 def probabilities(
-    s,
-    stats,
-    at,
-    kept,
-    slope,
-    bias,
-    tile,
-    key,
-    own,
-    work,
-    sizes,
-    factors,
-    extras,
-    dtype: gl.constexpr,
-    cfg: gl.constexpr,
+    s, stats, at, tile, key, own, work, sizes, factors, extras, dtype: gl.constexpr, cfg: gl.constexpr
 ):
     """(P^T for dV, P^T times the derivative for dS^T) of finished products, in 16 bits: see `weights`."""
-    p, derivative = weights(
-        s, stats, at, kept, slope, bias, tile, key, own, work, sizes, factors, extras, dtype, cfg
-    )
+    p, derivative = weights(s, stats, at, tile, key, own, work, sizes, factors, extras, dtype, cfg)
     p_16bit = pinned(in_16_bits(p, dtype, cfg))
     weight = p_16bit
     if cfg.HAS_SLOPE:  # which may be negative, and infinite at hidden keys

@@ -12,11 +12,10 @@ load_role      1       takes tiles of keys; starts TMA copies of the first Q and
 keys_role x 2  4 each  the four products for 64 keys
 """
 
-from tilewise.gpu.hopper.backward.arguments import BackwardSizes, ScoreFactors
+from tilewise.gpu.hopper.backward.arguments import BackwardSizes
 from tilewise.gpu.hopper.backward.ranges import locate_keys, next_tile, query_tiles, scratch_tile
 from tilewise.gpu.hopper.backward.scores import opaque_zero, pinned, probabilities, score_gradient
 from tilewise.gpu.hopper.backward.wide import stats_of
-from tilewise.gpu.hopper.common.arguments import Packing
 from tilewise.gpu.hopper.common.channel import Ring, make_tile_ring, make_tiles
 from tilewise.gpu.hopper.common.compat import (
     HOLDS_NEXT_S,
@@ -147,9 +146,7 @@ def finish_step(
     """(dS^T as operand, dV + P^T dO) of a query tile whose S^T is there."""
     dtype: gl.constexpr = ch.do.dtype
     stats = stats_of(use, ch, cfg)
-    p, weight = probabilities(
-        s, stats, None, 0, 0.0, 0, tile, key, own, work, sizes, factors, None, dtype, cfg
-    )
+    p, weight = probabilities(s, stats, None, tile, key, own, work, sizes, factors, None, dtype, cfg)
     v = ch.v.tiles.index(W + zero).reshape([64, cfg.BLOCK_DV])
     do = outputs(use, ch, cfg)
     p = pinned(gl.convert_layout(p, operand_layout(cfg.BLOCK_DV)))
@@ -176,7 +173,7 @@ def keys_role(W: gl.constexpr, dk_desc, dv_desc, ch, sizes, factors, cfg: gl.con
     use = 0  # query tiles so far
     if W == 1:
         pingpong_arrive(W)  # 0 begins
-    work = receive(ch.work, work_use)
+    work, _ = receive(ch.work, work_use)
     while work.row >= 0:
         key = work.row + W * 64
         tiles = query_tiles(work.row, cfg.BLOCK_N, work, sizes, cfg)
@@ -217,7 +214,7 @@ def keys_role(W: gl.constexpr, dk_desc, dv_desc, ch, sizes, factors, cfg: gl.con
         ch.k.release(work_use)
         ch.v.release(work_use)
         work_use += 1
-        work = receive(ch.work, work_use)
+        work, _ = receive(ch.work, work_use)
 
 
 @gluon.jit
@@ -234,18 +231,15 @@ def store_chunks(chunks, desc, tiles, first, row_coords):
 
 @gluon.jit(do_not_specialize=BackwardSizes._fields)
 def attn_bwd_slim_keys_kernel(
-    q_desc, k_desc, v_desc, do_desc, dk_desc, dv_desc, stats_desc,
-    cu_seqlens_q, cu_seqlens_k, order, first_tile, counter,
+    q_desc, k_desc, v_desc, do_desc, dk_desc, dv_desc, stats_desc, packing, counter,
     batch, seqlen_q, seqlen_k, group_size, num_bh, num_tiles, l2_swizzle, tiles_q,
-    window_left, window_right, scale, scale_log2e, two_over_softcap_log2e, softcap_log2e, cfg: gl.constexpr,
+    window_left, window_right, factors, cfg: gl.constexpr,
 ):  # fmt: skip
     """dK and dV of every tile of 128 keys; the integers are those of `BackwardSizes`."""
     sizes = BackwardSizes(
         batch, seqlen_q, seqlen_k, group_size, num_bh, num_tiles, l2_swizzle, tiles_q,
         window_left, window_right,
     )  # fmt: skip
-    packing = Packing(cu_seqlens_q, cu_seqlens_k, order, first_tile)
-    factors = ScoreFactors(scale, scale_log2e, two_over_softcap_log2e, softcap_log2e)
     ch = Channels(
         make_work_ring(2),
         make_tile_ring(k_desc, 1, 2 * cfg.D_CHUNKS, 2),

@@ -19,7 +19,7 @@ A split's dK and dV go to memory in float32, to that of dq if they fit. The last
 
 from tilewise.gpu.hopper.backward.ranges import locate_keys
 from tilewise.gpu.hopper.common.compat import gl, gluon
-from tilewise.gpu.hopper.common.scheduler import count_work_tiles, fetch_add, next_work, peek
+from tilewise.gpu.hopper.common.scheduler import count_work_tiles, fetch_add, next_work
 
 
 @gluon.jit
@@ -73,14 +73,6 @@ def locate_split(index, sizes, packing, splits, cfg: gl.constexpr):
         start = gl.where(index < splits.border * splits.unit, index, -1)
         index = gl.where(start < 0, index - splits.border * (splits.unit - 1), index // splits.unit)
     return locate_keys(index, sizes, packing, cfg), start
-
-
-@gluon.jit
-def receive_split(ring, use, NUM_WARPS: gl.constexpr = 4):
-    """(work tile, start) of a use, as `locate_split` has found it."""
-    work, start = peek(ring, use, NUM_WARPS)
-    ring.release(use)
-    return work, start
 
 
 @gluon.jit

@@ -17,10 +17,9 @@ The second is a forward without the softmax: each of two warpgroups has 64 queri
 products alternately (ping-pong), so that those of one run under the arithmetic of the other.
 """
 
-from tilewise.gpu.hopper.backward.arguments import BackwardSizes, ScoreFactors
+from tilewise.gpu.hopper.backward.arguments import BackwardSizes
 from tilewise.gpu.hopper.backward.ranges import locate_keys, next_tile, query_tiles, scratch_tile
 from tilewise.gpu.hopper.backward.scores import pinned, probabilities, score_gradient
-from tilewise.gpu.hopper.common.arguments import Packing
 from tilewise.gpu.hopper.common.channel import Ring, make_ring, make_tile_ring, make_tiles
 from tilewise.gpu.hopper.common.compat import (
     aggregate,
@@ -116,7 +115,7 @@ def weight_role(dv_desc, ch, sizes, factors, cfg: gl.constexpr):
     dtype: gl.constexpr = dv_desc.dtype
     work_use = 0  # of the work ring
     use = 0
-    work = receive(ch.work, work_use)
+    work, _ = receive(ch.work, work_use)
     while work.row >= 0:
         tiles = query_tiles(work.row, cfg.BLOCK_N, work, sizes, cfg)
         tile = tiles.begin
@@ -141,7 +140,7 @@ def weight_role(dv_desc, ch, sizes, factors, cfg: gl.constexpr):
         store_keys((dv,), dv_desc, ch.k.chunk(work_use, 0), work, cfg)
         ch.k.release(work_use)
         work_use += 1
-        work = receive(ch.work, work_use)
+        work, _ = receive(ch.work, work_use)
 
 
 @gluon.jit
@@ -162,23 +161,8 @@ def start_dv(p, dv, use, ch, cfg: gl.constexpr):
 @gluon.jit
 def stage_weight(s, tile, tiles, use, work, ch, sizes, factors, dtype: gl.constexpr, cfg: gl.constexpr):
     """P^T [64, BLOCK_M] of finished products as operand; the gradient role gets the weight of dS^T."""
-    p, weight = probabilities(
-        s,
-        stats_of(use, ch, cfg),
-        None,
-        0,
-        0.0,
-        0,
-        tile,
-        work.row,
-        tiles,
-        work,
-        sizes,
-        factors,
-        None,
-        dtype,
-        cfg,
-    )
+    stats = stats_of(use, ch, cfg)
+    p, weight = probabilities(s, stats, None, tile, work.row, tiles, work, sizes, factors, None, dtype, cfg)
     ch.weight.acquire(use)
     ch.weight.chunk(use, 0).store(weight)
     ch.weight.publish(use)
@@ -191,7 +175,7 @@ def gradient_role(dk_desc, ch, sizes, factors, cfg: gl.constexpr):
     """dS^T of every query tile, and dK += dS^T Q."""
     work_use = 0  # of the work ring
     use = 0
-    work = receive(ch.work, work_use)
+    work, _ = receive(ch.work, work_use)
     while work.row >= 0:
         tiles = query_tiles(work.row, cfg.BLOCK_N, work, sizes, cfg)
         dk = zero_chunks(cfg)
@@ -215,7 +199,7 @@ def gradient_role(dk_desc, ch, sizes, factors, cfg: gl.constexpr):
         store_keys(scaled(dk, factors.scale), dk_desc, ch.v.chunk(work_use, 0), work, cfg)
         ch.v.release(work_use)
         work_use += 1
-        work = receive(ch.work, work_use)
+        work, _ = receive(ch.work, work_use)
 
 
 @gluon.jit
@@ -262,18 +246,15 @@ def store_chunk(x, i, desc, row_coords, smem):
 
 @gluon.jit(do_not_specialize=BackwardSizes._fields)
 def attn_bwd_wide_keys_kernel(
-    q_desc, k_desc, v_desc, do_desc, dk_desc, dv_desc, stats_desc,
-    cu_seqlens_q, cu_seqlens_k, order, first_tile, counter,
+    q_desc, k_desc, v_desc, do_desc, dk_desc, dv_desc, stats_desc, packing, counter,
     batch, seqlen_q, seqlen_k, group_size, num_bh, num_tiles, l2_swizzle, tiles_q,
-    window_left, window_right, scale, scale_log2e, two_over_softcap_log2e, softcap_log2e, cfg: gl.constexpr,
+    window_left, window_right, factors, cfg: gl.constexpr,
 ):  # fmt: skip
     """dK and dV of every tile of 64 keys; the integers are those of `BackwardSizes`."""
     sizes = BackwardSizes(
         batch, seqlen_q, seqlen_k, group_size, num_bh, num_tiles, l2_swizzle, tiles_q,
         window_left, window_right,
     )  # fmt: skip
-    packing = Packing(cu_seqlens_q, cu_seqlens_k, order, first_tile)
-    factors = ScoreFactors(scale, scale_log2e, two_over_softcap_log2e, softcap_log2e)
     dtype: gl.constexpr = q_desc.dtype
     weight_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, cfg.BLOCK_M], dtype)
     ch = Channels(

@@ -19,6 +19,7 @@ from tilewise.gpu.hopper.backward.launch import (
     stats_shape,
 )
 from tilewise.gpu.hopper.common import host
+from tilewise.gpu.hopper.common.arguments import Packing
 from tilewise.gpu.launch.launch_plan import Launch, Step, Tensors, run_steps
 
 QUERIES = 128  # of a tile of the queries kernel: 64 for each of two warpgroups
@@ -85,7 +86,6 @@ def wide_config(problem: AttentionProblem) -> WideBackwardConfig:
 
     192/128: K + V + 3 x (Q + dO) = 80 + 120 = 200 KB; 2 x (Q + dO + V) + 3 x K = 184 KB.
     """
-    visibility = problem.visibility()
     block_dv = 128 if problem.head_dim_v <= 128 else 256
     is_slim = problem.head_dim <= 192 and block_dv == 128
     chunks, width = (3, 64) if is_slim else (1, 256)
@@ -99,11 +99,8 @@ def wide_config(problem: AttentionProblem) -> WideBackwardConfig:
         STAGES=stages[0],
         K_STAGES=stages[1],
         V_STAGES=stages[2],
-        IS_PACKED=problem.is_packed,
-        HAS_LEFT=visibility.left is not None,
-        HAS_RIGHT=visibility.right is not None,
-        HAS_SOFTCAP=problem.softcap > 0,
         HAS_LARGE_LSE=has_large_lse(problem),
+        **host.options(problem),
     )
 
 
@@ -118,7 +115,7 @@ def keys_launch(problem: AttentionProblem, tensors: Tensors, cfg: WideBackwardCo
     else:
         from tilewise.gpu.hopper.backward.wide import attn_bwd_wide_keys_kernel as kernel
 
-    query, key, value, dout, cu_q, cu_k, dk, dv, stats, *others = tensors
+    query, key, value, dout, cu_q, cu_k, dk, dv, stats, *ordered, counter = tensors
     assert query is not None and key is not None
     is_packed = problem.is_packed
     sizes = kernel_sizes(problem, query.shape[-3], -(-problem.seqlen_k // cfg.BLOCK_N), cfg)
@@ -130,9 +127,9 @@ def keys_launch(problem: AttentionProblem, tensors: Tensors, cfg: WideBackwardCo
             for t, width in zip((dk, dv), cfg.STORE_WIDTHS, strict=True)
         ),
         host.flat_descriptor(stats, (1, cfg.STATS * cfg.BLOCK_M)),
-        *(cu_q, cu_k, *others),
+        *(Packing(cu_q, cu_k, *ordered), counter),
         *sizes,
-        *score_factors(problem),
+        score_factors(problem),
         cfg,
     )
     most_tiles = key.shape[0] // cfg.BLOCK_N + problem.batch if is_packed else sizes.num_tiles
@@ -143,14 +140,15 @@ def keys_launch(problem: AttentionProblem, tensors: Tensors, cfg: WideBackwardCo
 def queries_launch(problem: AttentionProblem, tensors: Tensors, cfg: WideBackwardConfig) -> Launch:
     from tilewise.gpu.hopper.backward.wide_queries import attn_bwd_wide_queries_kernel
 
-    query, key, value, dout, cu_q, cu_k, dq, stats, *others = tensors
+    query, key, value, dout, cu_q, cu_k, dq, stats, *ordered, counter = tensors
     assert query is not None
     is_packed = problem.is_packed
     sizes = kernel_sizes(problem, query.shape[-3], -(-problem.seqlen_q // QUERIES), cfg)
     qk, v = (64, 1, cfg.D_CHUNK), (64, 1, cfg.BLOCK_DV)
     tiles = ((query, qk), (key, qk), (value, v), (dout, v), (dq, qk))
     descriptors = (host.descriptor(t, tile, is_packed) for t, tile in tiles)
-    arguments = (*descriptors, stats, cu_q, cu_k, *others, *sizes, *score_factors(problem), cfg)
+    packing = Packing(cu_q, cu_k, *ordered)
+    arguments = (*descriptors, stats, packing, counter, *sizes, score_factors(problem), cfg)
     most_tiles = query.shape[0] // QUERIES + problem.batch if is_packed else sizes.num_tiles
     programs = min(host.num_sms(query.device.index), most_tiles * sizes.num_bh * problem.group_size)
     kernel = attn_bwd_wide_queries_kernel

@@ -8,11 +8,10 @@ It runs beside the end of the kernel of the keys, of which it needs nothing: tha
 statistics before it lets this one start.
 """
 
-from tilewise.gpu.hopper.backward.arguments import BackwardSizes, ScoreFactors
+from tilewise.gpu.hopper.backward.arguments import BackwardSizes
 from tilewise.gpu.hopper.backward.ranges import scratch_tile
 from tilewise.gpu.hopper.backward.scores import capped, opaque_zero, pinned
 from tilewise.gpu.hopper.backward.wide import store_chunk
-from tilewise.gpu.hopper.common.arguments import Packing
 from tilewise.gpu.hopper.common.channel import Ring, make_tile_ring
 from tilewise.gpu.hopper.common.compat import (
     aggregate,
@@ -121,7 +120,7 @@ def query_role(W: gl.constexpr, dq_desc, stats, ch, sizes, factors, cfg: gl.cons
     use = 0
     if W == 1:
         pingpong_arrive(W)  # 0 begins
-    work = receive(ch.work, work_use)
+    work, _ = receive(ch.work, work_use)
     while work.row >= 0:
         row = work.row + W * 64
         tiles = key_tiles(work.row, 128, work, sizes, cfg)
@@ -169,7 +168,7 @@ def query_role(W: gl.constexpr, dq_desc, stats, ch, sizes, factors, cfg: gl.cons
         store_queries(dq, dq_desc, ch.q, own_use, row, work, cfg)
         ch.q.release(own_use)
         work_use += 1
-        work = receive(ch.work, work_use)
+        work, _ = receive(ch.work, work_use)
 
 
 @gluon.jit
@@ -231,18 +230,15 @@ def weights(s, lse, shift, has_shift, j, row, own, work, sizes, factors, cfg: gl
 
 @gluon.jit(do_not_specialize=BackwardSizes._fields)
 def attn_bwd_wide_queries_kernel(
-    q_desc, k_desc, v_desc, do_desc, dq_desc, stats,
-    cu_seqlens_q, cu_seqlens_k, order, first_tile, counter,
+    q_desc, k_desc, v_desc, do_desc, dq_desc, stats, packing, counter,
     batch, seqlen_q, seqlen_k, group_size, num_bh, num_tiles, l2_swizzle, tiles_q,
-    window_left, window_right, scale, scale_log2e, two_over_softcap_log2e, softcap_log2e, cfg: gl.constexpr,
+    window_left, window_right, factors, cfg: gl.constexpr,
 ):  # fmt: skip
     """dQ of every tile of 128 queries; `num_tiles` counts those, the rest is as in `BackwardSizes`."""
     sizes = BackwardSizes(
         batch, seqlen_q, seqlen_k, group_size, num_bh, num_tiles, l2_swizzle, tiles_q,
         window_left, window_right,
     )  # fmt: skip
-    packing = Packing(cu_seqlens_q, cu_seqlens_k, order, first_tile)
-    factors = ScoreFactors(scale, scale_log2e, two_over_softcap_log2e, softcap_log2e)
     ch = Channels(
         make_work_ring(2),
         make_tile_ring(q_desc, 2, cfg.D_CHUNKS, 1),

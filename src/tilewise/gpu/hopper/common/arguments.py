@@ -9,41 +9,67 @@ WARPGROUP_ROWS = 64  # query rows of one wgmma warpgroup
 FLAG_BITS = 4  # of an entry of a mask's tile map: see `mask.tile_map`
 
 
-@dataclass(frozen=True)
-class ForwardConfig:
-    """Compile-time choices of the forward kernel."""
+@dataclass(frozen=True, kw_only=True)
+class KernelConfig:
+    """Compile-time choices that kernels share. One that knows nothing of an option is never given it."""
+
+    WARPGROUPS: int  # consumers, 64 rows each
+    CTAS_PER_SM: int = 1  # thread blocks (CTAs) of an SM, which share its registers
+    PACK: int = 1  # query heads of one key head that share a tile: row = position * PACK + head
+    IS_PACKED: bool = False  # sequences one after another, bounded by cu_seqlens
+    IS_CACHED: bool = False  # keys of a cache, of which each sequence has a number of its own
+    IS_DETERMINISTIC: bool = False  # in the backward, tiles of keys add to dq in their order
+    HAS_LEFT: bool  # the window has a left edge
+    HAS_RIGHT: bool  # or a right edge; causal is a right edge of 0
+    HAS_SOFTCAP: bool
+    HAS_SINKS: bool = False
+    HAS_MASK: bool = False  # tiles are visited by a `MaskMap`, or a `TransposedMap`
+    MASK: Any = None  # a mask function, inlined where the map has no bits: see `gpu.functions.source`
+    HAS_DROPOUT: bool = False
+    HAS_ORIGIN: bool = False  # the call is a part of one by which dropout numbers heads, queries and keys
+    HAS_ALIBI: bool = False
+    HAS_BIAS: bool = False
+    BIAS_OF_ROWS: bool = False  # all columns of a tile have the same
+    BIAS_OF_DISTANCES: bool = False  # it depends on key - query
+    SCORE: Any = None  # a score function: see `gpu.functions.source`
+    HAS_SLOPE: bool = False  # in the backward, its derivative by the score is not 1
+
+    @property
+    def IS_ORDERED(self) -> bool:
+        """Whether tiles are numbered sequence by sequence, those with most keys first."""
+        return self.IS_PACKED or self.IS_CACHED
+
+    @property
+    def NEAREST_FIRST(self) -> bool:
+        """Whether key tiles are visited from the last to the first: see `ranges.visited`."""
+        return self.HAS_LEFT or self.HAS_ALIBI
+
+    @property
+    def maxnreg(self) -> int:
+        """Registers of each thread at the start: the SM's, over the warps that Triton reserves.
+
+        The producers' single warps count as a warpgroup.
+        """
+        return 65536 // (128 * (self.WARPGROUPS + 1) * self.CTAS_PER_SM) // 8 * 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class ForwardConfig(KernelConfig):
+    """Compile-time choices of the forward kernel. Packed queries may have cached keys."""
 
     BLOCK_N: int  # keys of a tile
-    WARPGROUPS: int  # consumers, 64 query rows each
     STAGES: int  # K/V tiles in flight
     Q_SLOTS: int  # query tiles of a warpgroup in shared memory: more than WARPGROUPS load the next ones early
     CONSUMER_REGISTERS: int
     PRODUCER_REGISTERS: int
-    CTAS_PER_SM: int  # thread blocks (CTAs) of an SM, which share its registers
     D_CHUNKS: int  # head_dim of QK in chunks; TMA fills the last one up with zeros
     D_CHUNK: int  # 64 columns or a larger power of two: 192 is three chunks of 64
     BLOCK_DV: int  # head size of V, filled up to a power of two
     HEADROOM: float  # of the reference above the first tile's maximum, in units of log2: see `softmax_step`
     LARGEST_SUM: float  # of a row's p, by thread, with which no p overflows
     LARGEST_SPREAD: float  # of a row's first scores, in units of log2: steeper rows follow their maximum
-    PACK: int  # query heads of one key head that share a tile: row = position * PACK + head
-    IS_PACKED: bool  # queries one sequence after another, bounded by cu_seqlens; keys too, unless cached
-    IS_CACHED: bool  # keys of a cache, of which each sequence has a number of its own
     PAGE_SIZE: int  # 0: keys are not paged
-    HAS_LEFT: bool  # the window has a left edge
-    HAS_RIGHT: bool  # or a right edge; causal is a right edge of 0
-    HAS_SOFTCAP: bool
-    HAS_SINKS: bool
-    HAS_MASK: bool = False  # key tiles are visited by a `MaskMap`
-    MASK: Any = None  # a mask function, inlined where the map has no bits: see `gpu.functions.source`
-    HAS_DROPOUT: bool = False
-    HAS_ORIGIN: bool = False  # the call is a part of one by which dropout numbers heads, queries and keys
-    HAS_ALIBI: bool = False
-    HAS_BIAS: bool = False
-    BIAS_OF_ROWS: bool = False  # all keys have the same
-    BIAS_OF_DISTANCES: bool = False  # it depends on key - query
-    SCORE: Any = None  # a score function: see `gpu.functions.source`
-    IS_GUARDED: bool = False  # it may read out of range
+    IS_GUARDED: bool = False  # the score function may read out of range
     HAS_ROW_MAX: bool = False  # asked for
     HAS_ENTROPY: bool = False
     HAS_MAX_LOGIT: bool = False  # of heads: rows of a tile are of one
@@ -52,11 +78,6 @@ class ForwardConfig:
     def WATCHES(self) -> bool:
         """Whether statistics of the weights are asked for: see `forward.watched`."""
         return self.HAS_ROW_MAX or self.HAS_ENTROPY or self.HAS_MAX_LOGIT
-
-    @property
-    def IS_ORDERED(self) -> bool:
-        """Whether tiles are numbered sequence by sequence, those with most keys first."""
-        return self.IS_PACKED or self.IS_CACHED
 
     @property
     def BOX_ROWS(self) -> int:
@@ -75,11 +96,6 @@ class ForwardConfig:
         Where two CTAs share an SM, the other's products run there.
         """
         return self.CTAS_PER_SM == 1
-
-    @property
-    def NEAREST_FIRST(self) -> bool:
-        """Whether key tiles are visited from the last to the first: see `ranges.visited`."""
-        return self.HAS_LEFT or self.HAS_ALIBI
 
     @property
     def FOLLOWS(self) -> bool:
@@ -113,44 +129,20 @@ class ForwardConfig:
         """Tiles of O that would fit a query slot; one is staged there."""
         return -(-self.D_CHUNKS * self.D_CHUNK // self.BLOCK_DV)
 
-    @property
-    def maxnreg(self) -> int:
-        """Registers of each thread at the start: the SM's, over the warps that Triton reserves.
 
-        The producer's one warp counts as a warpgroup.
-        """
-        return 65536 // (128 * (self.WARPGROUPS + 1) * self.CTAS_PER_SM) // 8 * 8
-
-
-@dataclass(frozen=True)
-class FP8Config:
+@dataclass(frozen=True, kw_only=True)
+class FP8Config(KernelConfig):
     """Compile-time choices of the 8-bit forward kernel. What `ForwardConfig` has too means the same."""
 
     BLOCK_N: ClassVar[int] = 128  # keys that share a factor
-    PACK: ClassVar[int] = 1
-    IS_CACHED: ClassVar[bool] = False
 
-    WARPGROUPS: int
     STAGES: int
     Q_SLOTS: int
     CONSUMER_REGISTERS: int
     PRODUCER_REGISTERS: int
     HEAD_DIM: int  # of QK, filled up to a power of two
     BLOCK_DV: int
-    IS_PACKED: bool
-    HAS_LEFT: bool
-    HAS_RIGHT: bool
-    HAS_SOFTCAP: bool
-    HAS_SINKS: bool
     HAS_INTEGERS: bool  # Q and K are int8, else float8_e4m3fn
-
-    @property
-    def IS_ORDERED(self) -> bool:
-        return self.IS_PACKED
-
-    @property
-    def NEAREST_FIRST(self) -> bool:
-        return self.HAS_LEFT
 
     @property
     def BLOCK_M(self) -> int:
@@ -171,10 +163,17 @@ class FP8Config:
         """Tiles of O that would fit there; one is staged."""
         return -(-self.HEAD_DIM // (2 * self.BLOCK_DV))
 
-    @property
-    def maxnreg(self) -> int:
-        """Registers of each thread at the start; the producer's one warp counts as a warpgroup."""
-        return 65536 // (128 * (self.WARPGROUPS + 1)) // 8 * 8
+
+class Factors(NamedTuple):
+    """Scalars of the scores. `scale_log2e` turns a product, or a capped score, into units of log2.
+
+    `scale` turns it into a logit.
+    """
+
+    scale_log2e: Any
+    two_over_softcap_log2e: Any
+    softcap_log2e: Any
+    scale: Any
 
 
 class Packing(NamedTuple):
@@ -265,19 +264,19 @@ class Sizes(NamedTuple):
     l2_swizzle: Any  # (batch, head) pairs whose tiles are interleaved: their K and V stay in L2 together
     window_left: Any
     window_right: Any
-    rows_k: Any  # of a cache: rows from one entry, a sequence or a page, to the next
-    rows_v: Any
-    stride_page_table: Any
-    num_pages: Any  # or entries of a cache
+    rows_k: Any = 0  # of a cache: rows from one entry, a sequence or a page, to the next
+    rows_v: Any = 0
+    stride_page_table: Any = 0
+    num_pages: Any = 0  # or entries of a cache
 
 
-@dataclass(frozen=True)
-class DecodeConfig:
+@dataclass(frozen=True, kw_only=True)
+class DecodeConfig(KernelConfig):
     """Compile-time choices of the decoding kernels."""
 
-    WARPGROUPS: ClassVar[int] = 2  # consumers, on alternate tiles
-    LOADERS: ClassVar[int] = 2  # warps, on alternate tiles as well
+    LOADERS: ClassVar[int] = 2  # warps, on alternate tiles
 
+    WARPGROUPS: int = 2  # consumers, on alternate tiles as well
     BLOCK_N: int  # keys of a tile
     STAGES: int  # tiles of K and of V in flight: a multiple of WARPGROUPS, so that a slot keeps its consumer
     CONSUMER_REGISTERS: int
@@ -288,7 +287,6 @@ class DecodeConfig:
     BLOCK_DV: int
     BLOCK_B: int  # batch, padded to a power of two
     START_UNITS: int  # key tiles that the start of a segment counts as, where lengths differ
-    PACK: int  # query heads that share a key head: row = position * PACK + head
     ROWS: int  # rows of a tile in use, at most 64: a multiple of PACK
     HAS_ROW_TILES: bool  # a sequence's queries take several such tiles
     PAGE_SIZE: int  # 0: keys are not paged
@@ -296,12 +294,6 @@ class DecodeConfig:
     BOX_WIDTH: int
     WHOLE_PAGES: bool  # a page that is full takes one TMA copy, whatever the boxes
     PAGE_LANES: int  # page numbers that a load warp reads at once: PAGES, or 32, which are summed faster
-    HAS_LENGTHS: bool
-    HAS_LEFT: bool
-    HAS_RIGHT: bool
-    HAS_SOFTCAP: bool
-    HAS_ALIBI: bool
-    HAS_SINKS: bool
     MERGE_ROWS: int
     MERGE_SPLITS: int  # held at a time by a merging program
     MERGE_COLUMNS: int
@@ -342,7 +334,7 @@ class DecodeConfig:
         return total // (self.WARPGROUPS + 1) // 8 * 8
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class MlaConfig(DecodeConfig):
     """Compile-time choices of the kernels for absorbed latent attention, and of their merging kernel."""
 
@@ -364,6 +356,17 @@ class MlaConfig(DecodeConfig):
         """Registers of each thread at the start, of three or four warpgroups; the producers are one."""
         first = self.CONSUMER_REGISTERS if self.IS_NARROW else self.SCORE_REGISTERS
         return (first + sum(self.REGISTERS[:-1])) // len(self.REGISTERS) // 8 * 8
+
+
+class DecodeTargets(NamedTuple):
+    """Where the decoding kernels store results, and those of splits until they are reduced."""
+
+    out: Any
+    lse: Any
+    residual: Any  # None if nobody asks for it, as is partial_low
+    partial: Any  # float32 [splits, ROWS, BLOCK_DV], each divided by its own sum
+    partial_lse: Any  # [splits, ROWS], in units of log2
+    partial_low: Any  # what rounding took from it
 
 
 class DecodeSizes(NamedTuple):

@@ -24,10 +24,10 @@ def page_or_zero(page, sizes):
 
 
 @gluon.jit
-def length_poison(seqlens_k, errors, b, sizes):
+def length_poison(cache, b, sizes):
     """0, or NaN for a sequence of a wrong length, which is reported."""
-    held = gl.load(seqlens_k + b)
-    return reported_length((held < 0) | (held > sizes.seqlen_k), errors)
+    held = gl.load(cache.seqlens_k + b)
+    return reported_length((held < 0) | (held > sizes.seqlen_k), cache.errors)
 
 
 @gluon.jit
@@ -39,8 +39,8 @@ def reported_length(is_wrong, errors):
 
 @gluon.jit
 def page_poison(
-    page_table, errors, b, seqlen_k, first_tile, end_tile, sizes,
-    LANE_PAGES: gl.constexpr, NUM_WARPS: gl.constexpr, cfg: gl.constexpr,
+    cache, b, seqlen_k, first_tile, end_tile, sizes, LANE_PAGES: gl.constexpr, NUM_WARPS: gl.constexpr,
+    cfg: gl.constexpr,
 ):  # fmt: skip
     """0, or NaN if a page of key tiles [first_tile, end_tile) of a sequence is none, which is reported.
 
@@ -50,7 +50,7 @@ def page_poison(
     if cfg.PAGE_SIZE > 0:
         COUNT: gl.constexpr = 32 * LANE_PAGES
         lanes = unhoisted(gl.arange(0, COUNT, gl.BlockedLayout([LANE_PAGES], [32], [NUM_WARPS], [0])))
-        table = page_table + gl.cast(b, gl.int64) * sizes.stride_page_table
+        table = cache.page_table + gl.cast(b, gl.int64) * sizes.stride_page_table
         end = (gl.minimum(seqlen_k, end_tile * cfg.BLOCK_N) + (cfg.PAGE_SIZE - 1)) // cfg.PAGE_SIZE
         wrong = gl.full([COUNT], 0, gl.int32, lanes.type.layout)
         for n in range(first_tile * cfg.BLOCK_N // cfg.PAGE_SIZE, end, COUNT):
@@ -59,15 +59,13 @@ def page_poison(
             wrong = gl.maximum(wrong, is_wrong.to(gl.int32))
         is_wrong = gl.max(wrong, 0) > 0
         if is_wrong:
-            gl.store(errors + PAGE_FLAG, 1)
+            gl.store(cache.errors + PAGE_FLAG, 1)
         poison = gl.where(is_wrong, float("nan"), 0.0)
     return poison
 
 
 @gluon.jit
-def split_poison(page_table, errors, split, sizes, NUM_WARPS: gl.constexpr, cfg: gl.constexpr):
-    """`page_poison` of a split of the decoding kernels."""
+def split_poison(cache, split, sizes, cfg: gl.constexpr):
+    """`page_poison` of a split of the decoding kernels, for a warpgroup."""
     end_tile = split.tile + split.count
-    return page_poison(
-        page_table, errors, split.batch, split.seqlen_k, split.tile, end_tile, sizes, 16, NUM_WARPS, cfg
-    )
+    return page_poison(cache, split.batch, split.seqlen_k, split.tile, end_tile, sizes, 16, 4, cfg)

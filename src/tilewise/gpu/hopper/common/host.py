@@ -15,8 +15,8 @@ from tilewise.core.problem import AttentionProblem, Inputs
 from tilewise.core.signature import stand_in
 from tilewise.core.torch_private import raw_stream
 from tilewise.gpu.functions.captured import Captured
-from tilewise.gpu.hopper.common.arguments import Extras
-from tilewise.gpu.hopper.common.functions import captured_of, inlines_mask
+from tilewise.gpu.hopper.common.arguments import Extras, Factors
+from tilewise.gpu.hopper.common.functions import captured_of, compiled_functions, inlines_mask
 from tilewise.gpu.launch.gpus import gpu_of
 from tilewise.gpu.launch.launch_plan import Launch, Tensors, run
 
@@ -64,11 +64,30 @@ def errors_of(problem: AttentionProblem, query: Tensor | None) -> Tensor | None:
     return error_flags(query.device) if problem.is_cached else None
 
 
-def factors(problem: AttentionProblem) -> tuple[float, float, float, float]:
-    """A kernel's scale_log2e, two_over_softcap_log2e, softcap_log2e and scale."""
+def factors(problem: AttentionProblem) -> Factors:
     if problem.softcap > 0:
-        return LOG2_E, 2 * LOG2_E * problem.scale / problem.softcap, problem.softcap, 1.0
-    return problem.scale * LOG2_E, 0.0, 0.0, problem.scale
+        return Factors(LOG2_E, 2 * LOG2_E * problem.scale / problem.softcap, problem.softcap, 1.0)
+    return Factors(problem.scale * LOG2_E, 0.0, 0.0, problem.scale)
+
+
+def options(problem: AttentionProblem) -> dict[str, Any]:
+    """Of a `KernelConfig` what follows from the options of a call."""
+    visibility, function = problem.visibility(), compiled_functions(problem)
+    return {
+        "IS_PACKED": problem.is_packed,
+        "IS_CACHED": problem.is_cached,
+        "HAS_LEFT": visibility.left is not None,
+        "HAS_RIGHT": visibility.right is not None,
+        "HAS_SOFTCAP": problem.softcap > 0,
+        "HAS_MASK": problem.mask_shape is not None,
+        "MASK": function.mask,
+        "HAS_DROPOUT": problem.dropout_p > 0,
+        "HAS_ORIGIN": problem.dropout_step > 0,
+        "HAS_ALIBI": problem.has_alibi,
+        "HAS_BIAS": problem.bias_shape is not None,
+        "BIAS_OF_DISTANCES": problem.bias_of_distances,
+        "SCORE": function.score,
+    }
 
 
 def extras_of(

@@ -250,8 +250,8 @@ def make_work_ring(CONSUMERS: gl.constexpr):
 
 
 @gluon.jit
-def send(ring, use, work, is_exact=0):
-    """The load role sends a work tile to the other roles; is_exact is for `forward.softmax_step`."""
+def send(ring, use, work, more=0):
+    """The load role sends a work tile to the other roles, and one more number."""
     layout: gl.constexpr = gl.BlockedLayout([8], [32], [1], [0])
     ring.acquire(use)
     field = gl.arange(0, 8, layout)
@@ -261,7 +261,7 @@ def send(ring, use, work, is_exact=0):
     message = gl.where(field == 4, work.seqlen_q, message)
     message = gl.where(field == 5, work.start_k, message)
     message = gl.where(field == 6, work.seqlen_k, message)
-    message = gl.where(field == 7, is_exact, message)
+    message = gl.where(field == 7, more, message)
     ring.chunk(use, 0).store(message)
     ring.publish(use)
 
@@ -276,15 +276,15 @@ def send_end(ring, use, index, counter):
 
 @gluon.jit
 def receive(ring, use, NUM_WARPS: gl.constexpr = 4):
-    """The work tile of a use, from the load role."""
-    work, _ = peek(ring, use, NUM_WARPS)
+    """(work tile, what else was sent) of a use, from the load role."""
+    work, more = peek(ring, use, NUM_WARPS)
     ring.release(use)
-    return work
+    return work, more
 
 
 @gluon.jit
 def peek(ring, use, NUM_WARPS: gl.constexpr = 4):
-    """(work tile, is_exact) of a use that is to be released later."""
+    """`receive` of a use that is to be released later."""
     layout: gl.constexpr = gl.BlockedLayout([8], [32], [NUM_WARPS], [0])
     ring.wait(use)
     message = ring.chunk(use, 0).load(layout)

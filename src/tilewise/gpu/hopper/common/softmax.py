@@ -1,6 +1,7 @@
 """Online softmax on a warpgroup's registers. Scores are in units of log2, so that exp is one exp2."""
 
-from tilewise.gpu.hopper.common.compat import aggregate, gl, gluon
+from tilewise.gpu.hopper.common.arguments import Factors as Factors
+from tilewise.gpu.hopper.common.compat import gl, gluon
 from tilewise.gpu.hopper.common.layouts import partial_layout
 
 LOG2_E = gl.constexpr(1.4426950408889634)  # log2(e): natural units to units of log2
@@ -73,19 +74,6 @@ def tanh_of_scores(s, factors):
 def softcapped(s, factors):
     """softcap * tanh(scale * s / softcap), in units of log2."""
     return factors.softcap_log2e * tanh_of_scores(s, factors)
-
-
-@aggregate
-class Factors:
-    """Scalars of the scores. `scale_log2e` turns a product, or a capped score, into units of log2.
-
-    `scale` turns it into a logit.
-    """
-
-    scale_log2e: gl.tensor
-    two_over_softcap_log2e: gl.tensor
-    softcap_log2e: gl.tensor
-    scale: gl.tensor
 
 
 @gluon.jit

@@ -34,10 +34,10 @@ from tilewise.gpu.hopper.common.guards import split_poison
 from tilewise.gpu.hopper.common.layouts import accumulator_layout, operand_layout, row_layout, tile_layout
 from tilewise.gpu.hopper.common.products import product
 from tilewise.gpu.hopper.common.ranges import hide
-from tilewise.gpu.hopper.common.softmax import LOG2_E, Factors, online_softmax, softcapped
+from tilewise.gpu.hopper.common.softmax import LOG2_E, online_softmax, softcapped
 from tilewise.gpu.hopper.decode.load import load_role
-from tilewise.gpu.hopper.decode.rows import combine_halves, load_queries, send_half, store_rows, store_split
-from tilewise.gpu.hopper.decode.stream_k import make_schedule, split_at, split_index, worker_units
+from tilewise.gpu.hopper.decode.rows import combine_halves, load_queries, send_half, store_split
+from tilewise.gpu.hopper.decode.stream_k import make_schedule, split_at, worker_units
 
 
 @aggregate
@@ -103,10 +103,7 @@ def softmax_step(s, m, l, tile, slope_log2, split, sizes, factors, cfg: gl.const
 
 
 @gluon.jit
-def mma_role(
-    W: gl.constexpr, q, out, lse, residual, partial, partial_lse, partial_low, seqlens_k, page_table, errors,
-    slopes, smem, sizes, factors, cfg: gl.constexpr,
-):  # fmt: skip
+def mma_role(W: gl.constexpr, q, targets, cache, slopes, smem, sizes, factors, cfg: gl.constexpr):
     """Warpgroup W: every WARPGROUPS-th tile of the worker's. The first one stores a split for both."""
     k_ring, v_ring = smem.k, smem.v
     q_tile = smem.q.index(W)  # [64, BLOCK_D]
@@ -114,7 +111,7 @@ def mma_role(
     wait_for_previous_kernel()
     if W == 0:
         start_next_kernel()
-    schedule = make_schedule(seqlens_k, sizes, cfg, 4)
+    schedule = make_schedule(cache.seqlens_k, sizes, cfg, 4)
     unit, end = worker_units(schedule, sizes)
     use = 0  # of the rings, by all warpgroups
     splits = 0
@@ -129,7 +126,7 @@ def mma_role(
         m = gl.full([64], float("-inf"), gl.float32, row_layout(cfg.BLOCK_N))
         l = gl.full([64], 0.0, gl.float32, row_layout(cfg.BLOCK_N))
         if W == 0:
-            l += split_poison(page_table, errors, split, sizes, 4, cfg)
+            l += split_poison(cache, split, sizes, cfg)
         acc = gl.full([64, cfg.BLOCK_DV], 0.0, gl.float32, accumulator_layout(cfg.BLOCK_DV))
         for n in range((W - use) & (cfg.WARPGROUPS - 1), split.count, cfg.WARPGROUPS):
             k_ring.wait(use + n)
@@ -146,11 +143,7 @@ def mma_role(
             v_ring.release(use + n)
         if W == 0:
             acc, m, l = combine_halves(acc, m, l, splits, smem, cfg)
-            if cfg.STORES_WHOLE and split.is_whole:
-                store_rows(out, lse, residual, acc, m, l, split.batch, split.segment, sizes, factors, cfg)
-            else:
-                index = split_index(split.batch, split.segment, gl.program_id(0), sizes)
-                store_split(partial, partial_lse, partial_low, acc, m, l, index, split, sizes, cfg)
+            store_split(targets, acc, m, l, split, sizes, factors, cfg)
         else:
             send_half(acc, m, l, splits, smem, cfg)
         splits += 1
@@ -163,71 +156,25 @@ def mma_role(
 
 @gluon.jit(do_not_specialize=UNSPECIALIZED_DECODE_SIZES)
 def attn_decode_kernel(
-    q, k_desc, v_desc, k_page_desc, v_page_desc, out, lse, residual, partial, partial_lse, partial_low,
-    seqlens_k, page_table, errors, slopes,
+    q, k_desc, v_desc, k_page_desc, v_page_desc, targets, cache, slopes,
     batch, num_heads, seqlen_q, seqlen_k, segments, row_tiles, workers, window_left, window_right,
     stride_q_batch, stride_q_row, stride_q_head, stride_slopes, stride_page_table, num_pages, rows_k, rows_v,
-    scale_log2e, two_over_softcap_log2e, softcap_log2e, scale, cfg: gl.constexpr,
+    factors, cfg: gl.constexpr,
 ):  # fmt: skip
-    """One worker's share of the schedule. Grid: (workers,); `cfg` is a DecodeConfig.
-
-    partial: float32 [splits * WARPGROUPS, ROWS, BLOCK_DV]; partial_lse and, unless that is None,
-    partial_low: [splits * WARPGROUPS, ROWS].
-    """
+    """One worker's share of the schedule. Grid: (workers,); `cfg` is a DecodeConfig."""
     sizes = DecodeSizes(
         batch, num_heads, seqlen_q, seqlen_k, segments, row_tiles, workers, window_left, window_right,
         stride_q_batch, stride_q_row, stride_q_head, stride_slopes, stride_page_table, num_pages,
         rows_k, rows_v,
     )  # fmt: skip
-    factors = Factors(scale_log2e, two_over_softcap_log2e, softcap_log2e, scale)
     smem = make_shared(k_desc.dtype, cfg)
     k, v = (k_desc, k_page_desc), (v_desc, v_page_desc)
     gl.warp_specialize(
         [
-            (
-                mma_role,
-                (
-                    0,
-                    q,
-                    out,
-                    lse,
-                    residual,
-                    partial,
-                    partial_lse,
-                    partial_low,
-                    seqlens_k,
-                    page_table,
-                    errors,
-                    slopes,
-                    smem,
-                    sizes,
-                    factors,
-                    cfg,
-                ),
-            ),
-            (
-                mma_role,
-                (
-                    1,
-                    q,
-                    out,
-                    lse,
-                    residual,
-                    partial,
-                    partial_lse,
-                    partial_low,
-                    seqlens_k,
-                    page_table,
-                    errors,
-                    slopes,
-                    smem,
-                    sizes,
-                    factors,
-                    cfg,
-                ),
-            ),
-            (load_role, (0, k, v, seqlens_k, page_table, smem, sizes, cfg)),
-            (load_role, (1, k, v, seqlens_k, page_table, smem, sizes, cfg)),
+            (mma_role, (0, q, targets, cache, slopes, smem, sizes, factors, cfg)),
+            (mma_role, (1, q, targets, cache, slopes, smem, sizes, factors, cfg)),
+            (load_role, (0, k, v, cache, smem, sizes, cfg)),
+            (load_role, (1, k, v, cache, smem, sizes, cfg)),
         ],
         [4, 1, 1],
         cfg.REGISTERS,

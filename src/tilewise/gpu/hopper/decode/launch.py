@@ -11,7 +11,13 @@ from torch import Tensor
 
 from tilewise.core.problem import AttentionProblem, Inputs
 from tilewise.gpu.hopper.common import host
-from tilewise.gpu.hopper.common.arguments import WARPGROUP_ROWS, DecodeConfig, DecodeSizes
+from tilewise.gpu.hopper.common.arguments import (
+    WARPGROUP_ROWS,
+    Cache,
+    DecodeConfig,
+    DecodeSizes,
+    DecodeTargets,
+)
 from tilewise.gpu.launch.launch_plan import Launch, Step, Tensors, run_steps
 
 FEW_QUERIES = 16  # of a cache
@@ -106,10 +112,10 @@ def attend(
     launches: Callable[[CachedTensors, Tensors], Sequence[Step]],
     new: Sequence[tuple[Sequence[int], torch.dtype] | None],
 ) -> tuple[Tensor, ...]:
-    """out, lse and residual, the last of the `new_tensors`."""
+    """out, lse and residual, the first of the `new_tensors`."""
     fresh = tuple(None if n is None else given.query.new_empty(n[0], dtype=n[1]) for n in new)
     run_steps(problem, launches(given, fresh))
-    return tuple(t for t in fresh[-3:] if t is not None)
+    return tuple(t for t in fresh[:3] if t is not None)
 
 
 def steps(cfg: DecodeConfig, workers: int, given: CachedTensors, fresh: Tensors) -> tuple[Step, Step]:
@@ -135,13 +141,13 @@ def cached_tensors(inputs: Inputs, rows: int = 1) -> CachedTensors:
 def new_tensors(
     problem: AttentionProblem, cfg: DecodeConfig, workers: int, residual: bool = False
 ) -> list[tuple[Any, torch.dtype] | None]:
-    """Shapes and dtypes of out, lse and its low part of all splits, then out, lse and residual."""
+    """Shapes and dtypes of `DecodeTargets`."""
     rows = (problem.batch * segments(problem, cfg) + workers) * cfg.ROWS
     sizes = problem.batch, problem.seqlen_q, problem.num_heads
     splits, lse = ((rows,), torch.float32), ((sizes[0], sizes[2], sizes[1]), torch.float32)
     low, rest = (splits, lse) if residual else (None, None)
     out = ((*sizes, problem.head_dim_v), problem.dtype)
-    return [((rows, cfg.BLOCK_DV), torch.float32), splits, low, out, lse, rest]
+    return [out, lse, rest, ((rows, cfg.BLOCK_DV), torch.float32), splits, low]
 
 
 def segments(problem: AttentionProblem, cfg: DecodeConfig) -> int:
@@ -179,16 +185,18 @@ def even_workers(num_segments: int, most: int, few_splits: int = FEW_SPLITS) -> 
 def _decode_launch(problem: AttentionProblem, tensors: Tensors, cfg: DecodeConfig, workers: int) -> Launch:
     from tilewise.gpu.hopper.decode.kernel import attn_decode_kernel
 
-    query, key, value, lengths, table, slopes, *splits, out, lse, residual = tensors
+    query, key, value, lengths, table, slopes, *fresh = tensors
     arguments = (
         query,
         key_descriptor(key, cfg),
         key_descriptor(value, cfg),
         _page_descriptor(key) if cfg.WHOLE_PAGES else None,
         _page_descriptor(value) if cfg.WHOLE_PAGES else None,
-        *(out, lse, residual, *splits, lengths, table, host.errors_of(problem, query), slopes),
+        DecodeTargets(*fresh),
+        Cache(lengths, table, host.errors_of(problem, query)),
+        slopes,
         *decode_sizes(problem, cfg, workers, query, key, value, table, slopes),
-        *host.factors(problem),
+        host.factors(problem),
         cfg,
     )
     return Launch(attn_decode_kernel, workers, arguments, num_warps=4, maxnreg=cfg.maxnreg, launch_pdl=True)
@@ -197,11 +205,10 @@ def _decode_launch(problem: AttentionProblem, tensors: Tensors, cfg: DecodeConfi
 def merge_launch(problem: AttentionProblem, tensors: Tensors, cfg: DecodeConfig, workers: int) -> Launch:
     from tilewise.gpu.hopper.decode.merge import attn_decode_merge_kernel
 
-    query, lengths, sinks, *splits = tensors
-    errors = host.errors_of(problem, query)
-    scale_log2e, *_, scale = host.factors(problem)
-    numbers = (*decode_sizes(problem, cfg, workers), scale_log2e, scale)
-    arguments = (*splits, lengths, errors, sinks, *numbers, cfg)
+    query, lengths, sinks, *fresh = tensors
+    cache = Cache(lengths, None, host.errors_of(problem, query))
+    numbers = (*decode_sizes(problem, cfg, workers), host.factors(problem))
+    arguments = (DecodeTargets(*fresh), cache, sinks, *numbers, cfg)
     tiles = -(-cfg.ROWS // cfg.MERGE_ROWS) * (cfg.BLOCK_DV // cfg.MERGE_COLUMNS)
     programs = problem.batch * segments(problem, cfg) * tiles
     return Launch(
@@ -272,7 +279,6 @@ def _page_descriptor(t: Tensor | None) -> Any:
 @functools.lru_cache(maxsize=4096)
 def decode_config(problem: AttentionProblem) -> DecodeConfig:
     """The tiles of a problem. Measurements are in docs/kernels-hopper.md."""
-    visibility = problem.visibility()
     block_d, block_dv = (64 if d <= 64 else 128 for d in (problem.head_dim, problem.head_dim_v))
     block_n = 128 if block_d == 64 else 64  # 16 KB of K
     page_size = problem.page_size or 0
@@ -307,15 +313,11 @@ def decode_config(problem: AttentionProblem) -> DecodeConfig:
         WHOLE_PAGES=whole_pages,
         PAGE_LANES=32 if whole_pages and is_short else -(-block_n // (page_size or block_n)),
         BOX_WIDTH=min(block_d, block_dv) if box_rows == block_n and block_d == block_dv else 64,
-        HAS_LENGTHS=problem.is_cached,
-        HAS_LEFT=visibility.left is not None,
-        HAS_RIGHT=visibility.right is not None,
-        HAS_SOFTCAP=problem.softcap > 0,
-        HAS_ALIBI=problem.has_alibi,
         HAS_SINKS=problem.has_sinks,
         MERGE_ROWS=merge_rows,
         MERGE_SPLITS=merge_splits,
         MERGE_COLUMNS=block_dv,
+        **host.options(problem),
     )
 
 

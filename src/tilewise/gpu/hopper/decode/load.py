@@ -123,18 +123,18 @@ def load_tiles(k, v, use, pages, split, tile, smem, sizes, cfg: gl.constexpr):
 
 
 @gluon.jit
-def load_role(L: gl.constexpr, k, v, seqlens_k, page_table, smem, sizes, cfg: gl.constexpr):
+def load_role(L: gl.constexpr, k, v, cache, smem, sizes, cfg: gl.constexpr):
     """Stream every LOADERS-th tile of the worker's."""
     wait_for_previous_kernel()
-    schedule = make_schedule(seqlens_k, sizes, cfg, 1)
+    schedule = make_schedule(cache.seqlens_k, sizes, cfg, 1)
     unit, end = worker_units(schedule, sizes)
     use = 0  # of the rings
     while unit < end:
         split = split_at(unit, end, schedule, sizes, cfg, 1)
-        ptr_table = page_table
+        ptr_table = cache.page_table
         held = 0
         if cfg.PAGE_SIZE > 0:
-            ptr_table = page_table + gl.cast(split.batch, gl.int64) * sizes.stride_page_table
+            ptr_table = cache.page_table + gl.cast(split.batch, gl.int64) * sizes.stride_page_table
             held = (split.seqlen_k + (cfg.PAGE_SIZE - 1)) // cfg.PAGE_SIZE
         first = (L - use) & (cfg.LOADERS - 1)
         pages = load_pages(ptr_table, split.tile + first, held, cfg)

@@ -3,7 +3,7 @@
 from tilewise.gpu.hopper.common.arguments import UNSPECIALIZED_DECODE_SIZES, DecodeSizes
 from tilewise.gpu.hopper.common.compat import gl, gluon, start_next_kernel, wait_for_previous_kernel
 from tilewise.gpu.hopper.common.guards import length_poison
-from tilewise.gpu.hopper.common.softmax import LOG2_E, Factors, exp2, finite_or_zero
+from tilewise.gpu.hopper.common.softmax import LOG2_E, exp2, finite_or_zero
 from tilewise.gpu.hopper.decode.rows import divided, query_rows, store_columns, store_lse
 from tilewise.gpu.hopper.decode.stream_k import make_schedule, number_of, split_index, worker_of
 
@@ -61,12 +61,12 @@ def add_splits(
 
 @gluon.jit(do_not_specialize=UNSPECIALIZED_DECODE_SIZES)
 def attn_decode_merge_kernel(
-    partial, partial_lse, partial_low, out, lse, residual, seqlens_k, errors, sinks,
+    targets, cache, sinks,
     batch, num_heads, seqlen_q, seqlen_k, segments, row_tiles, workers, window_left, window_right,
     stride_q_batch, stride_q_row, stride_q_head, stride_slopes, stride_page_table, num_pages, rows_k, rows_v,
-    scale_log2e, scale, cfg: gl.constexpr,
+    factors, cfg: gl.constexpr,
 ):  # fmt: skip
-    """out, lse and, unless that is None, residual of MERGE_ROWS rows of a segment.
+    """out, lse and, if asked for, residual of MERGE_ROWS rows of a segment.
 
     Grid: (segments of all sequences * tiles of rows * tiles of columns,).
     """
@@ -88,7 +88,7 @@ def attn_decode_merge_kernel(
     # The first kernel started this one after its own wait, so the lengths are there to be read.
     b = program // ROW_TILES // segments
     segment = program // ROW_TILES % segments
-    schedule = make_schedule(seqlens_k, sizes, cfg, 4)
+    schedule = make_schedule(cache.seqlens_k, sizes, cfg, 4)
     total = gl.max(schedule.ends, 0)
     units = number_of(schedule.units, b, cfg, 4)
     first = number_of(schedule.ends, b, cfg, 4) - (segments - segment) * units
@@ -112,23 +112,24 @@ def attn_decode_merge_kernel(
     if cfg.HAS_SINKS:
         m = gl.load(sinks + head, mask=exists, other=0.0).to(gl.float32) * LOG2_E
         l += 1.0
-    if cfg.HAS_LENGTHS:
-        l += length_poison(seqlens_k, errors, b, sizes)
+    if cfg.IS_CACHED:
+        l += length_poison(cache, b, sizes)
     acc = gl.full([cfg.MERGE_ROWS, LANES, cfg.MERGE_COLUMNS], 0.0, gl.float32, layout)
     # A first iteration without splits brings the instructions into the cache while the workers are busy.
     for n in range(-STEP, gl.maximum(count, 1), STEP):
         if n == 0:
             wait_for_previous_kernel()  # until all is written: who waits for this kernel relies on it
         here = (split + n) * cfg.ROWS
-        ptr_lse, ptrs = partial_lse + here + stat, partial + here * cfg.BLOCK_DV + offset
+        ptr_lse, ptrs = targets.partial_lse + here + stat, targets.partial + here * cfg.BLOCK_DV + offset
         ptr_low = None
-        if partial_low is not None:
-            ptr_low = partial_low + here + stat
+        if targets.partial_low is not None:
+            ptr_low = targets.partial_low + here + stat
         acc, m, l = add_splits(
             acc, m, l, ptr_lse, ptr_low, ptrs, gl.where(n >= 0, left - n, 0), COUNT, LANES, cfg
         )  # fmt: skip
     if count >= 0:
-        store_columns(out, divided(gl.sum(acc, 1), l), first_column, b, segment, first_row, sizes, cfg)
+        store_columns(
+            targets.out, divided(gl.sum(acc, 1), l), first_column, b, segment, first_row, sizes, cfg
+        )
         if first_column == 0:
-            factors = Factors(scale_log2e, scale_log2e, scale_log2e, scale)  # without softcap's
-            store_lse(lse, residual, m, l, b, segment, first_row, sizes, factors, cfg)
+            store_lse(targets, m, l, b, segment, first_row, sizes, factors, cfg)

@@ -31,7 +31,6 @@ from tilewise.gpu.hopper.common.compat import (
 from tilewise.gpu.hopper.common.guards import split_poison
 from tilewise.gpu.hopper.common.layouts import accumulator_layout, row_layout
 from tilewise.gpu.hopper.common.products import product
-from tilewise.gpu.hopper.common.softmax import Factors
 from tilewise.gpu.hopper.decode.kernel import softmax_step
 from tilewise.gpu.hopper.decode.mla_load import (
     CHUNK,
@@ -92,24 +91,12 @@ def scores(smem, use):
 
 
 @gluon.jit
-def score_role(
-    lse,
-    residual,
-    partial_lse,
-    partial_low,
-    seqlens_k,
-    page_table,
-    errors,
-    smem,
-    sizes,
-    factors,
-    cfg: gl.constexpr,
-):
+def score_role(targets, cache, smem, sizes, factors, cfg: gl.constexpr):
     """S and softmax of every tile of the worker's. A split's last factor is 1 / l."""
     weights = smem.weights
     wait_for_previous_kernel()
     start_next_kernel()
-    schedule = make_schedule(seqlens_k, sizes, cfg, 4)
+    schedule = make_schedule(cache.seqlens_k, sizes, cfg, 4)
     unit, end = worker_units(schedule, sizes)
     use = 0  # tiles so far
     weight_use = 0  # of the ring of weights
@@ -118,7 +105,7 @@ def score_role(
         split = split_at(unit, end, schedule, sizes, cfg, 4)
         m = gl.full([64], float("-inf"), gl.float32, row_layout(cfg.BLOCK_N))
         l = gl.full([64], 0.0, gl.float32, row_layout(cfg.BLOCK_N))
-        l += split_poison(page_table, errors, split, sizes, 4, cfg)
+        l += split_poison(cache, split, sizes, cfg)
         smem.queries.wait(splits)
         for n in range(split.count):
             s = warpgroup_mma_wait(0, deps=(scores(smem, use + n),))  # [64, BLOCK_N]
@@ -139,23 +126,23 @@ def score_role(
         smem.factors.store(1.0 / gl.where(l == 0.0, 1.0, l))
         weights.publish(weight_use)
         if cfg.STORES_WHOLE and split.is_whole:
-            store_lse(lse, residual, m, l, split.batch, split.segment, 0, sizes, factors, cfg)
+            store_lse(targets, m, l, split.batch, split.segment, 0, sizes, factors, cfg)
         else:
             index = split_index(split.batch, split.segment, gl.program_id(0), sizes)
-            store_split_lse(partial_lse, partial_low, m, l, index, split, sizes, cfg)
+            store_split_lse(targets, m, l, index, split, sizes, cfg)
         weight_use += 1
         splits += 1
         unit += split.units
 
 
 @gluon.jit
-def value_role(H: gl.constexpr, q, out, partial, seqlens_k, smem, sizes, cfg: gl.constexpr):
+def value_role(H: gl.constexpr, q, targets, cache, smem, sizes, cfg: gl.constexpr):
     """Half H of O, and of the queries, which it loads when the split before has needed its own."""
     half, weights = half_of(H, smem.keys), smem.weights
     rows: gl.constexpr = row_layout(CHUNK)
     LEFT: gl.constexpr = 2 * H  # the first of this role's two chunks
     wait_for_previous_kernel()
-    schedule = make_schedule(seqlens_k, sizes, cfg, 4)
+    schedule = make_schedule(cache.seqlens_k, sizes, cfg, 4)
     unit, end = worker_units(schedule, sizes)
     use = 0  # tiles so far
     weight_use = 0  # of the ring of weights
@@ -188,10 +175,10 @@ def value_role(H: gl.constexpr, q, out, partial, seqlens_k, smem, sizes, cfg: gl
         for n in gl.static_range(2):
             acc = (left, right)[n] * inverse
             if cfg.STORES_WHOLE and split.is_whole:
-                store_columns(out, acc, (LEFT + n) * CHUNK, split.batch, split.segment, 0, sizes, cfg)
+                store_columns(targets.out, acc, (LEFT + n) * CHUNK, split.batch, split.segment, 0, sizes, cfg)
             else:
                 index = split_index(split.batch, split.segment, gl.program_id(0), sizes)
-                store_split_columns(partial, acc, (LEFT + n) * CHUNK, index, split, sizes, cfg)
+                store_split_columns(targets.partial, acc, (LEFT + n) * CHUNK, index, split, sizes, cfg)
         weight_use += 1
         splits += 1
         unit += split.units
@@ -202,44 +189,25 @@ def value_role(H: gl.constexpr, q, out, partial, seqlens_k, smem, sizes, cfg: gl
 
 @gluon.jit(do_not_specialize=UNSPECIALIZED_DECODE_SIZES)
 def attn_decode_mla_kernel(
-    q, k_desc, out, lse, residual, partial, partial_lse, partial_low, seqlens_k, page_table, errors,
+    q, k_desc, targets, cache,
     batch, num_heads, seqlen_q, seqlen_k, segments, row_tiles, workers, window_left, window_right,
     stride_q_batch, stride_q_row, stride_q_head, stride_slopes, stride_page_table, num_pages, rows_k, rows_v,
-    scale_log2e, two_over_softcap_log2e, softcap_log2e, scale, cfg: gl.constexpr,
+    factors, cfg: gl.constexpr,
 ):  # fmt: skip
-    """One worker's share of the schedule. Grid: (workers,); `cfg` is an MlaConfig.
-
-    partial: float32 [splits, ROWS, BLOCK_DV]; partial_lse, partial_low: [splits, ROWS].
-    """
+    """One worker's share of the schedule. Grid: (workers,); `cfg` is an MlaConfig."""
     sizes = DecodeSizes(
         batch, num_heads, seqlen_q, seqlen_k, segments, row_tiles, workers, window_left, window_right,
         stride_q_batch, stride_q_row, stride_q_head, stride_slopes, stride_page_table, num_pages,
         rows_k, rows_v,
     )  # fmt: skip
-    factors = Factors(scale_log2e, two_over_softcap_log2e, softcap_log2e, scale)
     smem = make_shared(k_desc.dtype, cfg)
     gl.warp_specialize(
         [
-            (
-                score_role,
-                (
-                    lse,
-                    residual,
-                    partial_lse,
-                    partial_low,
-                    seqlens_k,
-                    page_table,
-                    errors,
-                    smem,
-                    sizes,
-                    factors,
-                    cfg,
-                ),
-            ),
-            (value_role, (0, q, out, partial, seqlens_k, smem, sizes, cfg)),
-            (value_role, (1, q, out, partial, seqlens_k, smem, sizes, cfg)),
-            (load_role, (0, k_desc, smem.keys, smem.queries, seqlens_k, page_table, sizes, cfg)),
-            (load_role, (1, k_desc, smem.keys, smem.queries, seqlens_k, page_table, sizes, cfg)),
+            (score_role, (targets, cache, smem, sizes, factors, cfg)),
+            (value_role, (0, q, targets, cache, smem, sizes, cfg)),
+            (value_role, (1, q, targets, cache, smem, sizes, cfg)),
+            (load_role, (0, k_desc, smem.keys, smem.queries, cache, sizes, cfg)),
+            (load_role, (1, k_desc, smem.keys, smem.queries, cache, sizes, cfg)),
         ],
         [4, 4, 1, 1],
         cfg.REGISTERS,

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tilewise.core.problem import AttentionProblem, Inputs
 from tilewise.gpu.hopper.common import host
-from tilewise.gpu.hopper.common.arguments import WARPGROUP_ROWS, MlaConfig
+from tilewise.gpu.hopper.common.arguments import WARPGROUP_ROWS, Cache, DecodeTargets, MlaConfig
 from tilewise.gpu.hopper.decode.launch import (
     FEW_QUERIES,
     MAX_BATCH,
@@ -92,21 +92,14 @@ def _mla_launch(problem: AttentionProblem, tensors: Tensors, cfg: MlaConfig, wor
     from tilewise.gpu.hopper.decode.mla import attn_decode_mla_kernel
     from tilewise.gpu.hopper.decode.mla_narrow import attn_decode_mla_narrow_kernel
 
-    query, key, lengths, table, *splits, out, lse, residual = tensors
+    query, key, lengths, table, *fresh = tensors
     arguments: tuple[Any, ...] = (
-        *(
-            query,
-            key_descriptor(key, cfg),
-            out,
-            lse,
-            residual,
-            *splits,
-            lengths,
-            table,
-            host.errors_of(problem, query),
-        ),
+        query,
+        key_descriptor(key, cfg),
+        DecodeTargets(*fresh),
+        Cache(lengths, table, host.errors_of(problem, query)),
         *decode_sizes(problem, cfg, workers, query, key, table=table),
-        *host.factors(problem),
+        host.factors(problem),
         cfg,
     )
     kernel = attn_decode_mla_narrow_kernel if cfg.IS_NARROW else attn_decode_mla_kernel
@@ -116,7 +109,6 @@ def _mla_launch(problem: AttentionProblem, tensors: Tensors, cfg: MlaConfig, wor
 @functools.lru_cache(maxsize=4096)
 def mla_config(problem: AttentionProblem) -> MlaConfig:
     """The tiles of a problem. Measurements are in docs/kernels-hopper.md."""
-    visibility = problem.visibility()
     pack = problem.num_heads // head_blocks(problem)
     rows = min(WARPGROUP_ROWS // pack, problem.seqlen_q) * pack
     segments = problem.batch * head_blocks(problem)
@@ -147,13 +139,9 @@ def mla_config(problem: AttentionProblem) -> MlaConfig:
         BOX_WIDTH=64,
         WHOLE_PAGES=False,
         PAGE_LANES=1,
-        HAS_LENGTHS=problem.is_cached,
-        HAS_LEFT=visibility.left is not None,
-        HAS_RIGHT=visibility.right is not None,
-        HAS_SOFTCAP=problem.softcap > 0,
-        HAS_ALIBI=False,
         HAS_SINKS=problem.has_sinks,
         MERGE_ROWS=merge_rows,
         MERGE_SPLITS=merge_splits,
         MERGE_COLUMNS=merge_columns,
+        **host.options(problem),
     )

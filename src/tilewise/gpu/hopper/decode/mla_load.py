@@ -100,20 +100,20 @@ def load_columns(desc, ring, use, rows, first, BOXES: gl.constexpr):
 
 
 @gluon.jit
-def load_role(L: gl.constexpr, desc, keys, queries, seqlens_k, page_table, sizes, cfg: gl.constexpr):
+def load_role(L: gl.constexpr, desc, keys, queries, cache, sizes, cfg: gl.constexpr):
     """Stream half L of the columns of the worker's key tiles. Page numbers are read a tile ahead."""
     wait_for_previous_kernel()
-    schedule = make_schedule(seqlens_k, sizes, cfg, 1)
+    schedule = make_schedule(cache.seqlens_k, sizes, cfg, 1)
     unit, end = worker_units(schedule, sizes)
     use = 0  # tiles so far
     if unit < end:
         queries.wait(0)  # read behind the keys of all rings, they would arrive behind them: 6 us later
     while unit < end:
         split = split_at(unit, end, schedule, sizes, cfg, 1)
-        ptr_table = page_table
+        ptr_table = cache.page_table
         held = 0
         if cfg.PAGE_SIZE > 0:
-            ptr_table = page_table + gl.cast(split.batch, gl.int64) * sizes.stride_page_table
+            ptr_table = cache.page_table + gl.cast(split.batch, gl.int64) * sizes.stride_page_table
             held = (split.seqlen_k + (cfg.PAGE_SIZE - 1)) // cfg.PAGE_SIZE
         pages = load_pages(ptr_table, split.tile, held, cfg)
         for n in range(split.count):

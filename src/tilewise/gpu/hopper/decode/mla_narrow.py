@@ -24,7 +24,7 @@ from tilewise.gpu.hopper.common.compat import (
 )
 from tilewise.gpu.hopper.common.guards import split_poison
 from tilewise.gpu.hopper.common.layouts import accumulator_layout
-from tilewise.gpu.hopper.common.softmax import Factors, exp2, finite_or_zero, softcapped
+from tilewise.gpu.hopper.common.softmax import exp2, finite_or_zero, softcapped
 from tilewise.gpu.hopper.decode.kernel import has_edge
 from tilewise.gpu.hopper.decode.mla_load import (
     CHUNK,
@@ -125,30 +125,14 @@ def softmax_step(s, m, sums, tile, split, sizes, factors, cfg: gl.constexpr):
 
 
 @gluon.jit
-def mma_role(
-    W: gl.constexpr,
-    q,
-    out,
-    lse,
-    residual,
-    partial,
-    partial_lse,
-    partial_low,
-    seqlens_k,
-    page_table,
-    errors,
-    smem,
-    sizes,
-    factors,
-    cfg: gl.constexpr,
-):
+def mma_role(W: gl.constexpr, q, targets, cache, smem, sizes, factors, cfg: gl.constexpr):
     """Half W of O^T, and all of S^T."""
     half, weights = half_of(W, smem.keys), smem.weights.index(W)
     layout: gl.constexpr = accumulator_layout(cfg.BLOCK_M)
     wait_for_previous_kernel()
     if W == 0:
         start_next_kernel()
-    schedule = make_schedule(seqlens_k, sizes, cfg, 4)
+    schedule = make_schedule(cache.seqlens_k, sizes, cfg, 4)
     unit, end = worker_units(schedule, sizes)
     use = 0  # tiles so far
     splits = 0
@@ -158,7 +142,7 @@ def mma_role(
         smem.queries.wait(splits)
         m = gl.full([cfg.BLOCK_M], float("-inf"), gl.float32, gl.SliceLayout(0, layout))
         sums = gl.full([cfg.BLOCK_N, cfg.BLOCK_M], 0.0, gl.float32, layout)
-        sums += split_poison(page_table, errors, split, sizes, 4, cfg)
+        sums += split_poison(cache, split, sizes, cfg)
         left = gl.full([CHUNK, cfg.BLOCK_M], 0.0, gl.float32, layout)
         right = left
         for n in range(split.count):
@@ -176,69 +160,37 @@ def mma_role(
             half.release(first + 1)
         smem.queries.release(splits)
         l = gl.sum(sums, 0)
-        store_half(
-            W,
-            out,
-            lse,
-            residual,
-            partial,
-            partial_lse,
-            partial_low,
-            left,
-            right,
-            m,
-            l,
-            split,
-            sizes,
-            factors,
-            cfg,
-        )
+        store_half(W, targets, left, right, m, l, split, sizes, factors, cfg)
         use += split.count
         splits += 1
         unit += split.units
 
 
 @gluon.jit
-def store_half(
-    W: gl.constexpr,
-    out,
-    lse,
-    residual,
-    partial,
-    partial_lse,
-    partial_low,
-    left,
-    right,
-    m,
-    l,
-    split,
-    sizes,
-    factors,
-    cfg: gl.constexpr,
-):
+def store_half(W: gl.constexpr, targets, left, right, m, l, split, sizes, factors, cfg: gl.constexpr):
     """Half W of a split's rows from O^T that l divides; the first half's warpgroup also stores lse."""
     inverse = 1.0 / gl.where(l == 0.0, 1.0, l)
     index = split_index(split.batch, split.segment, gl.program_id(0), sizes)
     if cfg.STORES_WHOLE and split.is_whole:
         for n in gl.static_range(2):
             acc = ((left, right)[n] * inverse[None, :]).permute((1, 0))
-            store_columns(out, acc, (2 * W + n) * CHUNK, split.batch, split.segment, 0, sizes, cfg)
+            store_columns(targets.out, acc, (2 * W + n) * CHUNK, split.batch, split.segment, 0, sizes, cfg)
         if W == 0:
-            store_lse(lse, residual, m, l, split.batch, split.segment, 0, sizes, factors, cfg)
+            store_lse(targets, m, l, split.batch, split.segment, 0, sizes, factors, cfg)
     else:
         for n in gl.static_range(2):
             acc = ((left, right)[n] * inverse[None, :]).permute((1, 0))
-            store_split_columns(partial, acc, (2 * W + n) * CHUNK, index, split, sizes, cfg)
+            store_split_columns(targets.partial, acc, (2 * W + n) * CHUNK, index, split, sizes, cfg)
         if W == 0:
-            store_split_lse(partial_lse, partial_low, m, l, index, split, sizes, cfg)
+            store_split_lse(targets, m, l, index, split, sizes, cfg)
 
 
 @gluon.jit(do_not_specialize=UNSPECIALIZED_DECODE_SIZES)
 def attn_decode_mla_narrow_kernel(
-    q, k_desc, out, lse, residual, partial, partial_lse, partial_low, seqlens_k, page_table, errors,
+    q, k_desc, targets, cache,
     batch, num_heads, seqlen_q, seqlen_k, segments, row_tiles, workers, window_left, window_right,
     stride_q_batch, stride_q_row, stride_q_head, stride_slopes, stride_page_table, num_pages, rows_k, rows_v,
-    scale_log2e, two_over_softcap_log2e, softcap_log2e, scale, cfg: gl.constexpr,
+    factors, cfg: gl.constexpr,
 ):  # fmt: skip
     """One worker's share of the schedule; arguments as of the kernel in `decode.mla`."""
     sizes = DecodeSizes(
@@ -246,52 +198,13 @@ def attn_decode_mla_narrow_kernel(
         stride_q_batch, stride_q_row, stride_q_head, stride_slopes, stride_page_table, num_pages,
         rows_k, rows_v,
     )  # fmt: skip
-    factors = Factors(scale_log2e, two_over_softcap_log2e, softcap_log2e, scale)
     smem = make_shared(k_desc.dtype, cfg)
     gl.warp_specialize(
         [
-            (
-                mma_role,
-                (
-                    0,
-                    q,
-                    out,
-                    lse,
-                    residual,
-                    partial,
-                    partial_lse,
-                    partial_low,
-                    seqlens_k,
-                    page_table,
-                    errors,
-                    smem,
-                    sizes,
-                    factors,
-                    cfg,
-                ),
-            ),
-            (
-                mma_role,
-                (
-                    1,
-                    q,
-                    out,
-                    lse,
-                    residual,
-                    partial,
-                    partial_lse,
-                    partial_low,
-                    seqlens_k,
-                    page_table,
-                    errors,
-                    smem,
-                    sizes,
-                    factors,
-                    cfg,
-                ),
-            ),
-            (load_role, (0, k_desc, smem.keys, smem.queries, seqlens_k, page_table, sizes, cfg)),
-            (load_role, (1, k_desc, smem.keys, smem.queries, seqlens_k, page_table, sizes, cfg)),
+            (mma_role, (0, q, targets, cache, smem, sizes, factors, cfg)),
+            (mma_role, (1, q, targets, cache, smem, sizes, factors, cfg)),
+            (load_role, (0, k_desc, smem.keys, smem.queries, cache, sizes, cfg)),
+            (load_role, (1, k_desc, smem.keys, smem.queries, cache, sizes, cfg)),
         ],
         [4, 1, 1],
         cfg.REGISTERS,

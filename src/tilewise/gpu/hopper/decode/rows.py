@@ -14,7 +14,7 @@ from tilewise.gpu.hopper.common.softmax import (
     reciprocal,
     two_sum,
 )
-from tilewise.gpu.hopper.decode.stream_k import tile_of
+from tilewise.gpu.hopper.decode.stream_k import split_index, tile_of
 
 
 @gluon.jit
@@ -91,23 +91,16 @@ def combine_halves(acc, m, l, use, smem, cfg: gl.constexpr):
 
 
 @gluon.jit
-def store_split(partial, partial_lse, partial_low, out, m, l, index, split, sizes, cfg: gl.constexpr):
-    """out [ROWS, BLOCK_DV] and lse in log2 units, -inf for a row that saw no key."""
-    store_split_lse(partial_lse, partial_low, m, l, index, split, sizes, cfg)
-    store_split_columns(partial, out, 0, index, split, sizes, cfg)
-
-
-@gluon.jit
-def store_split_lse(partial_lse, partial_low, m, l, index, split, sizes, cfg: gl.constexpr):
+def store_split_lse(targets, m, l, index, split, sizes, cfg: gl.constexpr):
     """lse [ROWS] of a split, and unless that is None what rounding took from it."""
     rows = gl.arange(0, m.shape[0], m.type.layout)
     exists = (rows < cfg.ROWS) & (split.row + rows // cfg.PACK < sizes.seqlen_q)
     high, low = two_sum(m, log2(l))
     stat = index * cfg.ROWS + rows
-    gl.store(partial_lse + stat, high, mask=exists, eviction_policy="evict_last")
-    if partial_low is not None:
+    gl.store(targets.partial_lse + stat, high, mask=exists, eviction_policy="evict_last")
+    if targets.partial_low is not None:
         low = gl.where(l == 0.0, 0.0, low)
-        gl.store(partial_low + stat, low, mask=exists, eviction_policy="evict_last")
+        gl.store(targets.partial_low + stat, low, mask=exists, eviction_policy="evict_last")
 
 
 @gluon.jit
@@ -134,24 +127,29 @@ def divided(acc, l):
 
 
 @gluon.jit
-def store_rows(out, lse, residual, rows, m, l, b, segment, sizes, factors, cfg: gl.constexpr):
-    """out and lse of a whole segment."""
-    store_lse(lse, residual, m, l, b, segment, 0, sizes, factors, cfg)
-    store_columns(out, rows, 0, b, segment, 0, sizes, cfg)
+def store_split(targets, acc, m, l, split, sizes, factors, cfg: gl.constexpr):
+    """What a worker has of a segment: out and lse, or if others have some, those of its split."""
+    if cfg.STORES_WHOLE and split.is_whole:
+        store_lse(targets, m, l, split.batch, split.segment, 0, sizes, factors, cfg)
+        store_columns(targets.out, acc, 0, split.batch, split.segment, 0, sizes, cfg)
+    else:
+        index = split_index(split.batch, split.segment, gl.program_id(0), sizes)
+        store_split_lse(targets, m, l, index, split, sizes, cfg)
+        store_split_columns(targets.partial, acc, 0, index, split, sizes, cfg)
 
 
 @gluon.jit
-def store_lse(lse, residual, m, l, b, segment, first, sizes, factors, cfg: gl.constexpr):
+def store_lse(targets, m, l, b, segment, first, sizes, factors, cfg: gl.constexpr):
     """lse of rows [first, ...) of a segment, and unless that is None the residual."""
     layout: gl.constexpr = m.type.layout
     position, head, exists = query_rows(first, m.shape[0], layout, segment, sizes, cfg)
     stat = (b * sizes.num_heads + head).to(gl.int64) * sizes.seqlen_q + position
-    if residual is None:
-        gl.store(lse + stat, (m + log2(l)) * LN_2, mask=exists)
+    if targets.residual is None:
+        gl.store(targets.lse + stat, (m + log2(l)) * LN_2, mask=exists)
     else:
         high, low = exact_lse(m, l, factors)
-        gl.store(lse + stat, high, mask=exists)
-        gl.store(residual + stat, low, mask=exists)
+        gl.store(targets.lse + stat, high, mask=exists)
+        gl.store(targets.residual + stat, low, mask=exists)
 
 
 @gluon.jit

@@ -72,7 +72,7 @@ def make_schedule(seqlens_k, sizes, cfg: gl.constexpr, NUM_WARPS: gl.constexpr):
     b = gl.arange(0, cfg.BLOCK_B, batch_layout(cfg.BLOCK_B, NUM_WARPS))
     exists = b < sizes.batch
     seqlen_k = gl.where(exists, sizes.seqlen_k, 0)
-    if cfg.HAS_LENGTHS:
+    if cfg.IS_CACHED:
         seqlen_k = length_or_zero(gl.load(seqlens_k + b, mask=exists, other=0), sizes.seqlen_k)
     tiles = (seqlen_k + (cfg.BLOCK_N - 1)) // cfg.BLOCK_N - first_tile(seqlen_k, sizes, cfg)
     tiles = gl.where(seqlen_k > 0, tiles, 0)

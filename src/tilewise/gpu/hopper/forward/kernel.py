@@ -16,7 +16,7 @@ exponentials the others have the tensor cores. Where two CTAs share an SM, that 
 does one thing after the other. FlashAttention-3 (Shah et al., 2024), section 3.
 """
 
-from tilewise.gpu.hopper.common.arguments import Cache, Extras, MaskMap, Packing, RowTargets, Sizes
+from tilewise.gpu.hopper.common.arguments import Extras, MaskMap, RowTargets, Sizes
 from tilewise.gpu.hopper.common.biases import load_slope
 from tilewise.gpu.hopper.common.channel import make_tile_ring, skip
 from tilewise.gpu.hopper.common.compat import (
@@ -36,7 +36,6 @@ from tilewise.gpu.hopper.common.layouts import accumulator_layout, partial_layou
 from tilewise.gpu.hopper.common.products import product_of_chunks, rescaled
 from tilewise.gpu.hopper.common.ranges import key_tiles, unvisited
 from tilewise.gpu.hopper.common.scheduler import make_work_ring, peek
-from tilewise.gpu.hopper.common.softmax import Factors
 from tilewise.gpu.hopper.forward.epilogue import failures, store_rows
 from tilewise.gpu.hopper.forward.loads import Rings, load_role
 from tilewise.gpu.hopper.forward.scores import (
@@ -71,9 +70,7 @@ def accumulate(p, v_ring, use, acc, cfg: gl.constexpr):
 @gluon.jit
 def poison(work, tiles, sizes, cache, cfg: gl.constexpr):
     """0, or NaN where the cache's length or a page of a warpgroup's tiles is wrong."""
-    of_pages = page_poison(
-        cache.page_table, cache.errors, work.batch, work.seqlen_k, tiles.begin, tiles.end, sizes, 2, 4, cfg
-    )
+    of_pages = page_poison(cache, work.batch, work.seqlen_k, tiles.begin, tiles.end, sizes, 2, 4, cfg)
     return of_pages + reported_length(work.start_k > 0, cache.errors)
 
 
@@ -211,11 +208,10 @@ EXTRA_INTEGERS = ("dropout_addend", "dropout_either", "slopes_stride", "bias_bat
 @gluon.jit(do_not_specialize=["has_residual", *Sizes._fields, *MASK_STRIDES, *EXTRA_INTEGERS])
 def attn_fwd_kernel(
     q_desc, k_desc, v_desc, o_desc, lse_ptr, residual_ptr, has_residual, row_max_ptr, entropy_ptr,
-    max_logit_ptr, sinks, cu_seqlens_q, cu_seqlens_k, order, first_tile, counter,
-    seqlens_k, page_table, errors,
+    max_logit_ptr, sinks, packing, counter, cache,
     batch, seqlen_q, seqlen_k, group_size, num_bh, num_tiles, l2_swizzle, window_left, window_right,
-    rows_k, rows_v, stride_page_table, num_pages, scale_log2e, two_over_softcap_log2e, softcap_log2e,
-    scale, mask_tiles, mask_bits, mask_stride_batch, mask_stride_head, mask_stride_tile,
+    rows_k, rows_v, stride_page_table, num_pages, factors,
+    mask_tiles, mask_bits, mask_stride_batch, mask_stride_head, mask_stride_tile,
     dropout_seed, dropout_addend, dropout_either, inverse_keep, slopes, slopes_stride,
     bias, bias_batch, bias_head, bias_row, captured, score_unit, cfg: gl.constexpr,
 ):  # fmt: skip
@@ -230,14 +226,11 @@ def attn_fwd_kernel(
         batch, seqlen_q, seqlen_k, group_size, num_bh, num_tiles, l2_swizzle, window_left, window_right,
         rows_k, rows_v, stride_page_table, num_pages,
     )  # fmt: skip
-    packing = Packing(cu_seqlens_q, cu_seqlens_k, order, first_tile)
-    cache = Cache(seqlens_k, page_table, errors)
     mask = MaskMap(mask_tiles, mask_bits, mask_stride_batch, mask_stride_head, mask_stride_tile)
     extras = Extras(
         dropout_seed, dropout_addend, dropout_either, inverse_keep, slopes, slopes_stride,
         bias, bias_batch, bias_head, bias_row, captured, score_unit,
     )  # fmt: skip
-    factors = Factors(scale_log2e, two_over_softcap_log2e, softcap_log2e, scale)
     N: gl.constexpr = cfg.WARPGROUPS
     q_ring = make_tile_ring(q_desc, cfg.Q_SLOTS, cfg.Q_CHUNKS, 1)
     k_ring = make_key_ring(k_desc, cfg.D_CHUNK, cfg.D_CHUNKS, cfg)

@@ -17,7 +17,7 @@ from tilewise.core.problem import AttentionProblem, Inputs
 from tilewise.core.signature import new_out
 from tilewise.core.statistics import largest_of_heads
 from tilewise.gpu.hopper.common import host
-from tilewise.gpu.hopper.common.arguments import WARPGROUP_ROWS, ForwardConfig, MaskMap, Sizes
+from tilewise.gpu.hopper.common.arguments import WARPGROUP_ROWS, Cache, ForwardConfig, MaskMap, Packing, Sizes
 from tilewise.gpu.hopper.common.functions import compiled_functions, source_of
 from tilewise.gpu.hopper.mask.tile_map import tile_map
 from tilewise.gpu.launch.launch_plan import Launch, Tensors, run
@@ -123,10 +123,10 @@ def forward_launch(
         lse,
         *(lse if residual is None else residual, int(residual is not None)),  # lse: to be left alone there
         *(row_max, entropy, max_logit),
-        *(sinks, cu_q, cu_k, order, first_tile, counter, lengths, table),
-        host.errors_of(problem, query),
+        *(sinks, Packing(cu_q, cu_k, order, first_tile), counter),
+        Cache(lengths, table, host.errors_of(problem, query)),
         *sizes,
-        *host.factors(problem),
+        host.factors(problem),
         *(tiles, bits, *mask_strides),
         *host.extras(problem, *extras),
         cfg,
@@ -175,11 +175,10 @@ def _sizes(
 @functools.lru_cache(maxsize=4096)
 def forward_config(problem: AttentionProblem) -> ForwardConfig:
     """The tiles of a problem. Measurements are in docs/kernels-hopper.md."""
-    visibility = problem.visibility()
     width = 128 if -(-problem.head_dim // 64) % 2 == 0 else 64
     block_dv = max(64, 1 << (problem.head_dim_v - 1).bit_length())
     block_n, warpgroups, stages, q_slots, registers, ctas = _tile(problem, block_dv)
-    producer_registers, function = 24, compiled_functions(problem)
+    producer_registers = 24
     if 0 < (problem.page_size or 0) < block_n:  # copies of several pages side by side
         wide = (232, 40) if block_n == 128 else (224, 56)
         registers, producer_registers = wide if registers == 240 else (registers, 32)
@@ -198,23 +197,11 @@ def forward_config(problem: AttentionProblem) -> ForwardConfig:
         LARGEST_SUM=LARGEST_SUM[problem.dtype],
         LARGEST_SPREAD=LARGEST_SPREAD[problem.dtype],
         PACK=_pack(problem),
-        IS_PACKED=problem.is_packed,
-        IS_CACHED=problem.is_cached,
         PAGE_SIZE=problem.page_size or 0,
-        HAS_LEFT=visibility.left is not None,
-        HAS_RIGHT=visibility.right is not None,
-        HAS_SOFTCAP=problem.softcap > 0,
         HAS_SINKS=problem.has_sinks,
-        HAS_MASK=problem.mask_shape is not None,
-        HAS_DROPOUT=problem.dropout_p > 0,
-        HAS_ORIGIN=problem.dropout_step > 0,
-        HAS_ALIBI=problem.has_alibi,
-        HAS_BIAS=problem.bias_shape is not None,
         BIAS_OF_ROWS=problem.bias_shape is not None and problem.bias_shape[3] == 1,
-        BIAS_OF_DISTANCES=problem.bias_of_distances,
-        MASK=function.mask,
-        SCORE=function.score,
-        IS_GUARDED=function.is_guarded,
+        IS_GUARDED=compiled_functions(problem).is_guarded,
+        **host.options(problem),
     )
 
 

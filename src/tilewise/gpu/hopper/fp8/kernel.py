@@ -18,7 +18,7 @@ What differs from `forward.kernel`:
 FlashAttention-3 (Shah et al., 2024), section 3.3.
 """
 
-from tilewise.gpu.hopper.common.arguments import Packing, RowTargets, Sizes
+from tilewise.gpu.hopper.common.arguments import RowTargets, Sizes
 from tilewise.gpu.hopper.common.channel import Ring, make_tile_ring
 from tilewise.gpu.hopper.common.compat import (
     aggregate,
@@ -50,7 +50,6 @@ from tilewise.gpu.hopper.common.scheduler import (
     send_end,
 )
 from tilewise.gpu.hopper.common.softmax import (
-    Factors,
     exp2,
     finite_or_zero,
     log2,
@@ -325,20 +324,17 @@ def factors_of(work, row, sizes, scales, cfg: gl.constexpr):
 
 @gluon.jit(do_not_specialize=[*Sizes._fields, "blocks_q", "blocks_k"])
 def attn_fwd_fp8_kernel(
-    q_desc, k_desc, v_desc, o_desc, lse_ptr, sinks, cu_seqlens_q, cu_seqlens_k, order, first_tile, counter,
+    q_desc, k_desc, v_desc, o_desc, lse_ptr, sinks, packing, counter,
     q_factors, k_factors, v_factors, blocks_q, blocks_k,
     batch, seqlen_q, seqlen_k, group_size, num_bh, num_tiles, l2_swizzle, window_left, window_right,
-    rows_k, rows_v, stride_page_table, num_pages, scale_log2e, two_over_softcap_log2e, softcap_log2e,
-    cfg: gl.constexpr,
+    rows_k, rows_v, stride_page_table, num_pages, factors, cfg: gl.constexpr,
 ):  # fmt: skip
     """out and lse of every query tile; `cfg` is an FP8Config, the integers are those of `Sizes`."""
     sizes = Sizes(
         batch, seqlen_q, seqlen_k, group_size, num_bh, num_tiles, l2_swizzle, window_left, window_right,
         rows_k, rows_v, stride_page_table, num_pages,
     )  # fmt: skip
-    packing = Packing(cu_seqlens_q, cu_seqlens_k, order, first_tile)
     scales = Scales(q_factors, k_factors, v_factors, blocks_q, blocks_k)
-    factors = Factors(scale_log2e, two_over_softcap_log2e, softcap_log2e, scale_log2e)  # no use of scale
     N: gl.constexpr = cfg.WARPGROUPS
     q_ring = make_tile_ring(q_desc, cfg.Q_SLOTS, cfg.Q_CHUNKS, 1)
     k_ring = make_tile_ring(k_desc, cfg.STAGES, 1, N)

@@ -13,7 +13,7 @@ from tilewise.core.kept import kept_on_device
 from tilewise.core.problem import AttentionProblem, Inputs
 from tilewise.core.quantized import KINDS, Quantized, num_blocks
 from tilewise.gpu.hopper.common import host
-from tilewise.gpu.hopper.common.arguments import WARPGROUP_ROWS, FP8Config, Sizes
+from tilewise.gpu.hopper.common.arguments import WARPGROUP_ROWS, FP8Config, Packing, Sizes
 from tilewise.gpu.launch.launch_plan import Launch, Tensors, run
 
 
@@ -121,7 +121,7 @@ def _forward_launch(problem: AttentionProblem, tensors: Tensors, cfg: FP8Config,
     from tilewise.gpu.hopper.fp8.kernel import attn_fwd_fp8_kernel
 
     (q, k, v), scales = tensors[:3], tensors[3:6]
-    sinks, *cu_seqlens, out, lse, order, first_tile, counter = tensors[6:]
+    sinks, cu_q, cu_k, out, lse, *ordered, counter = tensors[6:]
     assert q is not None and k is not None and out is not None
     visibility = problem.visibility()
     num_bh = problem.num_heads * (1 if problem.is_packed else problem.batch)
@@ -140,21 +140,16 @@ def _forward_launch(problem: AttentionProblem, tensors: Tensors, cfg: FP8Config,
         l2_swizzle=group * host.l2_swizzle_size(num_bh // group, fitting),
         window_left=host.edge(visibility.left),
         window_right=host.edge(visibility.right),
-        rows_k=0,
-        rows_v=0,
-        stride_page_table=0,
-        num_pages=0,
     )
-    scale, two_over_softcap, softcap, _ = host.factors(problem)
     arguments = (
         _rows_descriptor(q),
         _block_descriptor(k),
         _block_descriptor(v),
         host.descriptor(out, (WARPGROUP_ROWS, 1, cfg.BLOCK_DV), problem.is_packed),
-        *(lse, sinks, *cu_seqlens, order, first_tile, counter),
+        *(lse, sinks, Packing(cu_q, cu_k, *ordered), counter),
         *(*scales, q.shape[1], k.shape[1]),
         *sizes,
-        *((scale, two_over_softcap, softcap) if softcap else (scale, 0.0, 0.0)),
+        host.factors(problem),
         cfg,
     )
     programs = min(host.num_sms(out.device.index), bound * num_bh)
@@ -184,7 +179,6 @@ def _block_descriptor(t: Tensor | None) -> Any:
 @functools.lru_cache(maxsize=4096)
 def forward_config(problem: AttentionProblem) -> FP8Config:
     """The tiles of a problem. Measurements are in docs/kernels-hopper.md."""
-    visibility = problem.visibility()
     head_dim, block_dv = fp8.padded_dim(problem.head_dim), fp8.padded_dim(problem.head_dim_v)
     is_wide = max(head_dim, block_dv) > 128
     # 2 x 64 KB of K and V, 2 x 32 KB of Q and O; 3 x 32 KB and 6 x 16 KB: 192 KB both
@@ -197,10 +191,7 @@ def forward_config(problem: AttentionProblem) -> FP8Config:
         PRODUCER_REGISTERS=24,
         HEAD_DIM=head_dim,
         BLOCK_DV=block_dv,
-        IS_PACKED=problem.is_packed,
-        HAS_LEFT=visibility.left is not None,
-        HAS_RIGHT=visibility.right is not None,
-        HAS_SOFTCAP=problem.softcap > 0,
         HAS_SINKS=problem.has_sinks,
         HAS_INTEGERS=problem.precision == "int8",
+        **host.options(problem),
     )
