@@ -15,7 +15,7 @@ from tilewise.core.signature import Request, Signature, in_order
 from tilewise.gpu.functions.distances import Arrange, as_bias
 from tilewise.gpu.hopper.backward import launch as backward_launch, wide_launch
 from tilewise.gpu.hopper.common import host
-from tilewise.gpu.hopper.common.arguments import DecodeConfig, TransposedMap
+from tilewise.gpu.hopper.common.arguments import TransposedMap
 from tilewise.gpu.hopper.common.functions import as_served, unserved_functions
 from tilewise.gpu.hopper.decode import launch as decode_launch, mla_launch
 from tilewise.gpu.hopper.forward import launch as forward_launch
@@ -208,27 +208,24 @@ def _given_cached(inputs: Inputs) -> tuple[Any, ...] | None:
 
 
 def _again_decode(
-    launch: Any,
-    config_of: Callable[[AttentionProblem], DecodeConfig],
+    kernels: decode_launch.Kernels,
     problem: AttentionProblem,
     order: str,
     residual: bool,
     given: Any,
 ) -> Again | None:
-    """`launch`: the module of the kernels."""
-    config = config_of(problem)
+    config = kernels.config(problem)
     query = given[0]
-    workers = decode_launch.num_workers(problem, config, query.device, launch.FEW_SPLITS)
+    workers = decode_launch.num_workers(problem, config, query.device, kernels.few_splits)
     tensors = decode_launch.CachedTensors(*given)
-    rows = host.GROUP_ROWS if config.WHOLE_PAGES else 1
-    ready = decode_launch.cached_tensors(Inputs(**tensors._asdict()), rows)
+    ready = decode_launch.cached_tensors(Inputs(**tensors._asdict()), config)
     if any(a is not b for a, b in zip(ready, tensors)):  # something is copied first
         return None
     new = decode_launch.new_tensors(problem, config, workers, residual)
     stand_ins = [None if n is None else query for n in new]  # plans are found by what is given
     plans: list[Any] = [
         find(s.build, problem, s.tensors, *s.choices, fresh=s.fresh)
-        for s in launch.steps(config, workers, tensors, stand_ins)
+        for s in decode_launch.steps(kernels, config, workers, tensors, stand_ins)
     ]
     if None in plans:
         return None
@@ -237,7 +234,7 @@ def _again_decode(
     def again(given: Any) -> Results:
         tensors = decode_launch.CachedTensors(*given)
         fresh = [None if allocate is None else allocate() for allocate in allocators]
-        for found, step in zip(plans, launch.steps(config, workers, tensors, fresh)):
+        for found, step in zip(plans, decode_launch.steps(kernels, config, workers, tensors, fresh)):
             found((*step.tensors, *step.fresh))
         out, *rest = fresh[:3]
         assert out is not None
@@ -256,13 +253,13 @@ FORWARD = (  # the first that serve a problem
     Kernels(
         mla_launch.is_latent,
         lambda problem, inputs, order, residual: mla_launch.forward(problem, inputs, residual=residual),
-        functools.partial(_again_decode, mla_launch, mla_launch.mla_config),
+        functools.partial(_again_decode, mla_launch.KERNELS),
         _given_cached,
     ),
     Kernels(
         decode_launch.is_faster,
         lambda problem, inputs, order, residual: decode_launch.forward(problem, inputs, residual=residual),
-        functools.partial(_again_decode, decode_launch, decode_launch.decode_config),
+        functools.partial(_again_decode, decode_launch.KERNELS),
         _given_cached,
     ),
     Kernels(

@@ -29,8 +29,6 @@ from tilewise.gpu.launch.launch_plan import Launch, Step, Tensors, run_steps
 
 MAX_HEAD_DIM = 128  # that one kernel has dK, dV and dQ of
 
-NO_MASK = TransposedMap()
-
 Config = BackwardConfig | WideBackwardConfig
 
 
@@ -46,20 +44,17 @@ def backward(
     """Gradients by recomputation from lse + residual, each contiguous and in the dtype of its input."""
     cfg = backward_config(problem)
     division = divide(problem, cfg, host.num_sms(inputs.query.device.index))
-    query, key, value, out, dout = (host.tma_ready(t) for t in (*inputs[:3], out, dout))
+    given, optional = ready_tensors(inputs, out, lse, residual, dout, dlse)
+    query = given[0]
+    assert query is not None
     dq, dk, dv = (t.new_empty(t.shape) for t in inputs[:3])
     *sums, semaphores = scratch_shapes(problem, cfg, division, query.shape[-3])
     scratch = [query.new_empty(shape, dtype=torch.float32) for shape in sums]
     if late_tiles(problem, cfg, division):
         scratch.append(dq.view(-1).view(torch.float32))
     scratch.append(query.new_empty(semaphores, dtype=torch.int32))
-    dlse, residual, cu_q, cu_k = (
-        None if t is None else t.contiguous()
-        for t in (dlse, residual, inputs.cu_seqlens_q, inputs.cu_seqlens_k)
-    )
-    ordered = host.order_sequences(problem, cu_k, cu_q, cfg.BLOCK_N)
-    optional = (dlse, cu_q, cu_k, *ordered, *host.extras_of(problem, inputs, True))
-    given = (query, key, value, out, lse.contiguous(), residual, dout)
+    ordered = host.order_sequences(problem, optional[2], optional[1], cfg.BLOCK_N)
+    optional = (*optional, *ordered, *host.extras_of(problem, inputs, True))
     new = (dq, dk, dv, *scratch, host.scheduler_counter(query.device))
     mask = map_of(problem, inputs, cfg)
     run_steps(problem, steps(cfg, division, given, new, optional, mask))
@@ -69,9 +64,21 @@ def backward(
     return Gradients(dq, dk, dv, None, dsinks)
 
 
+def ready_tensors(
+    inputs: Inputs, out: Tensor, lse: Tensor, residual: Tensor | None, dout: Tensor, dlse: Tensor | None
+) -> tuple[Tensors, Tensors]:
+    """(query, key, value, out, lse, residual, dout), (dlse, offsets of queries and of keys) for kernels."""
+    query, key, value, out, dout = (host.tma_ready(t) for t in (*inputs[:3], out, dout))
+    small = (lse, residual, dlse, inputs.cu_seqlens_q, inputs.cu_seqlens_k)
+    rows, rest, *optional = (None if t is None else t.contiguous() for t in small)
+    return (query, key, value, out, rows, rest, dout), tuple(optional)
+
+
 def map_of(problem: AttentionProblem, inputs: Inputs, cfg: BackwardConfig) -> TransposedMap:
     """The map of a call's mask, or of none."""
-    return transposed_map(problem, source_of(problem, inputs), cfg.BLOCK_M) if cfg.HAS_MASK else NO_MASK
+    return (
+        transposed_map(problem, source_of(problem, inputs), cfg.BLOCK_M) if cfg.HAS_MASK else TransposedMap()
+    )
 
 
 def steps(
@@ -79,8 +86,8 @@ def steps(
     division: Division,
     given: Sequence[Tensor | None],
     new: Sequence[Tensor],
-    optional: Tensors = (None,) * 11,
-    mask: TransposedMap = NO_MASK,
+    optional: Tensors,
+    mask: TransposedMap,
 ) -> list[Step]:
     """The three launches; `new` are dq, dk, dv, `scratch_shapes` and `scheduler_counter`.
 
@@ -140,14 +147,9 @@ def query_bh(problem: AttentionProblem) -> int:
     return problem.num_heads * (1 if problem.is_packed else problem.batch)
 
 
-def query_tiles_of(problem: AttentionProblem, rows: int, cfg: Config) -> int:
-    """Query tiles of a (batch, query head), or of a query head if packed, in the scratch tensors."""
-    return rows // cfg.BLOCK_M + problem.batch if problem.is_packed else -(-rows // cfg.BLOCK_M)
-
-
-def stats_shape(problem: AttentionProblem, cfg: Config, rows: int | None = None) -> tuple[int, int]:
-    """(tiles, rows * BLOCK_M): see `rows.attn_bwd_prepare_kernel`. `rows` of a packed query."""
-    tiles = query_bh(problem) * query_tiles_of(problem, problem.seqlen_q if rows is None else rows, cfg)
+def stats_shape(problem: AttentionProblem, cfg: Config, rows: int) -> tuple[int, int]:
+    """(tiles, rows * BLOCK_M): see `rows.attn_bwd_prepare_kernel`. `rows` of the query tensor."""
+    tiles = query_bh(problem) * host.most_tiles(problem, rows, cfg.BLOCK_M)
     return tiles, cfg.STATS * cfg.BLOCK_M
 
 
@@ -157,7 +159,7 @@ def shifts_shape(stats: tuple[int, int]) -> tuple[int]:
 
 
 def scratch_shapes(
-    problem: AttentionProblem, cfg: BackwardConfig, division: Division, rows: int | None = None
+    problem: AttentionProblem, cfg: BackwardConfig, division: Division, rows: int
 ) -> list[tuple[int, ...]]:
     """Memory of one call. Float32: `stats_shape`, `shifts_shape`; dQ, dK and dV of splits as registers lie.
 
@@ -187,7 +189,7 @@ def late_tiles(problem: AttentionProblem, cfg: BackwardConfig, division: Divisio
     if rows > problem.batch * problem.seqlen_q:
         return 0
     sequences, rows = divmod(rows, max(1, problem.seqlen_q))
-    return sequences * query_tiles_of(problem, problem.seqlen_q, cfg) + -(-rows // cfg.BLOCK_M)
+    return sequences * host.most_tiles(problem, problem.seqlen_q, cfg.BLOCK_M) + -(-rows // cfg.BLOCK_M)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -251,7 +253,7 @@ def prepare_launch(problem: AttentionProblem, tensors: Tensors, cfg: Config) -> 
 
     out, dout, lse, residual, dlse, cu_seqlens_q, stats, shifts, semaphores = tensors
     assert out is not None and dout is not None and lse is not None and stats is not None
-    tiles_q = query_tiles_of(problem, out.shape[-3], cfg)
+    tiles_q = host.most_tiles(problem, out.shape[-3], cfg.BLOCK_M)
     integers = (tiles_q, problem.num_heads, problem.seqlen_q, lse.shape[-1], problem.batch)
     pointers = (out, dout, lse, residual, dlse, stats, shifts, semaphores, cu_seqlens_q)
     keep = 1 - rate(problem.dropout_p) if problem.dropout_p > 0 else None
@@ -293,7 +295,9 @@ def main_launch(
         *host.extras(problem, *extras),
         cfg,
     )
-    most = (key.shape[0] // cfg.BLOCK_N + problem.batch) * sizes.num_bh if is_packed else division.work_tiles
+    most = division.work_tiles
+    if is_packed:
+        most = host.most_tiles(problem, key.shape[0], cfg.BLOCK_N) * sizes.num_bh
     programs = min(host.num_sms(query.device.index), most)
     return Launch(attn_bwd_kernel, programs, arguments, num_warps=4, maxnreg=cfg.maxnreg, launch_pdl=True)
 
@@ -310,7 +314,7 @@ def kernel_sizes(problem: AttentionProblem, rows: int, num_tiles: int, cfg: Conf
         num_bh=num_bh,
         num_tiles=num_tiles,
         l2_swizzle=l2_swizzle(problem, num_bh),
-        tiles_q=query_tiles_of(problem, rows, cfg),
+        tiles_q=host.most_tiles(problem, rows, cfg.BLOCK_M),
         window_left=host.edge(visibility.left),
         window_right=host.edge(visibility.right),
     )
@@ -337,7 +341,7 @@ def finish_launch(
 
     dq, cu_seqlens_q, sums, semaphores, first_tile, dk, dv, key_sums = tensors
     assert sums is not None and dq is not None
-    tiles_q = query_tiles_of(problem, dq.shape[-3], cfg)
+    tiles_q = host.most_tiles(problem, dq.shape[-3], cfg.BLOCK_M)
     key_tiles = -(-problem.seqlen_k // cfg.BLOCK_N)
     num_tiles = query_bh(problem) * tiles_q
     heads = (problem.num_heads, problem.seqlen_q, problem.batch, problem.group_size)

@@ -148,7 +148,8 @@ def load_role(
             steps = walk.count
             first_head, first = head_and_tile(step_entry(0, walk, mask), work, sizes)
         state = load_queries(state, first_head, first, q_desc, do_desc, stats_desc, work, ch, sizes, cfg)
-        load_values(work_use, v_desc, work, ch, cfg)  # last, as its slot is the last to be free
+        first, second = key_coords(0, work, cfg), key_coords(1, work, cfg)
+        ch.v.load_halves(work_use, v_desc, first, second, 1)  # last, as its slot is the last to be free
         for step in range(1, steps):
             head, tile = next_queries(head, tile, tiles, work, sizes, cfg)
             next_head, visited = head, staggered(tile, tiles, spread, cfg)
@@ -184,16 +185,6 @@ def load_keys(state, k_desc, work, ch, cfg: gl.constexpr):
     for w in gl.static_range(2):
         load_tile(k_desc, key_coords(w, work, cfg), bar_full, key_buffer(ch, slot, w, k_desc, cfg))
     return state
-
-
-@gluon.jit
-def load_values(work_use, v_desc, work, ch, cfg: gl.constexpr):
-    """Likewise of values."""
-    ch.v.acquire(work_use)
-    bar_full = ch.v.full.index(work_use % cfg.K_STAGES)
-    mbarrier.expect(bar_full, 2 * v_desc.block_type.nbytes)
-    for w in gl.static_range(2):
-        load_tile(v_desc, key_coords(w, work, cfg), bar_full, ch.v.chunk(work_use, w))
 
 
 @gluon.jit

@@ -1,7 +1,7 @@
 """Which tile of keys is next, which query tiles it visits, what they see: `core.mask`, transposed."""
 
 from tilewise.gpu.hopper.common.compat import aggregate, gl, gluon, unhoisted
-from tilewise.gpu.hopper.common.scheduler import WorkTile, l2_swizzled, packed_sequence
+from tilewise.gpu.hopper.common.scheduler import l2_swizzled, locate_tile
 
 
 @aggregate
@@ -179,21 +179,7 @@ def locate_keys(index, sizes, packing, cfg: gl.constexpr):
 
     If causal, the first tiles of a sequence see most queries.
     """
-    if cfg.IS_PACKED:
-        b, first, own_tiles, start_q, own_q, start_k, own_k = packed_sequence(
-            index // sizes.num_bh, sizes.batch, packing
-        )
-        tile, bh = swizzled_keys(index - first * sizes.num_bh, own_tiles, sizes.num_bh, sizes.l2_swizzle, cfg)
-        work = WorkTile(tile * cfg.BLOCK_N, bh, b, start_q, own_q, start_k, own_k)
-    else:
-        tile, bh = swizzled_keys(index, sizes.num_tiles, sizes.num_bh, sizes.l2_swizzle, cfg)
-        heads = sizes.num_bh // sizes.batch
-        zero = 0 * bh
-        work = WorkTile(
-            tile * cfg.BLOCK_N, bh % heads, bh // heads,
-            zero, sizes.seqlen_q + zero, zero, sizes.seqlen_k + zero,
-        )  # fmt: skip
-    return work
+    return locate_tile(index, sizes.num_bh, sizes.l2_swizzle, cfg.BLOCK_N, swizzled_keys, sizes, packing, cfg)
 
 
 @gluon.jit

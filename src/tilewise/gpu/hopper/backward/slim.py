@@ -13,6 +13,7 @@ keys_role x 2  4 each  the four products for 64 keys
 """
 
 from tilewise.gpu.hopper.backward.arguments import BackwardSizes
+from tilewise.gpu.hopper.backward.loads import key_coords
 from tilewise.gpu.hopper.backward.ranges import locate_keys, next_tile, query_tiles, scratch_tile
 from tilewise.gpu.hopper.backward.scores import opaque_zero, pinned, probabilities, score_gradient
 from tilewise.gpu.hopper.backward.wide import stats_of
@@ -25,7 +26,6 @@ from tilewise.gpu.hopper.common.compat import (
     gl,
     gluon,
     load_tile,
-    mbarrier,
     pingpong_arrive,
     pingpong_wait,
     start_next_kernel,
@@ -66,6 +66,7 @@ class Channels:
 @gluon.jit
 def load_role(q_desc, k_desc, v_desc, do_desc, stats_desc, counter, ch, sizes, packing, cfg: gl.constexpr):
     """Take work tiles and stream theirs: K, V, and Q and dO of each query tile of the group's heads."""
+    MORE_BYTES: gl.constexpr = stats_desc.block_type.nbytes + do_desc.block_type.nbytes
     wait_for_previous_kernel()  # the row statistics are there
     start_next_kernel()  # it needs them, too, and SMs that have nothing left to do
     num_work_tiles = count_work_tiles(sizes, packing)
@@ -79,46 +80,22 @@ def load_role(q_desc, k_desc, v_desc, do_desc, stats_desc, counter, ch, sizes, p
         tile = tiles.begin
         head = work.head * sizes.group_size
         for step in range(tiles.count() * sizes.group_size):
-            load_queries(use, head, tile, q_desc, do_desc, stats_desc, work, ch, sizes, cfg)
+            row = tile * cfg.BLOCK_M
+            row_coords = coords(work.start_q, work.seqlen_q, row, head, work.batch, cfg.IS_PACKED)
+            ch.q.load(use, q_desc, row_coords, cfg.D_CHUNKS, MORE_BYTES)
+            scratch, slot = scratch_tile(work, head, tile, sizes, cfg), use % cfg.STAGES
+            bar_q = ch.q.full.index(slot)
+            load_tile(stats_desc, [scratch, 0], bar_q, ch.stats.index(slot))
+            load_tile(do_desc, row_coords, bar_q, ch.do.index(slot))
             if step == 0:  # after the first queries, whose slot is free while the last keys are worked on
-                load_keys(ch.k, work_use, k_desc, cfg.D_CHUNKS, work, cfg)
-                load_keys(ch.v, work_use, v_desc, 1, work, cfg)
+                first, second = key_coords(0, work, cfg), key_coords(1, work, cfg)
+                ch.k.load_halves(work_use, k_desc, first, second, cfg.D_CHUNKS)
+                ch.v.load_halves(work_use, v_desc, first, second, 1)
             use += 1
             head, tile = next_tile(head, tile, tiles)
         index = next_work(fetch_add(counter))
         work_use += 1
     send_end(ch.work, work_use, index, counter)
-
-
-@gluon.jit
-def load_queries(use, head, tile, q_desc, do_desc, stats_desc, work, ch, sizes, cfg: gl.constexpr):
-    """Start TMA copies of Q, dO and the row statistics of a query tile, on one barrier."""
-    CHUNKS: gl.constexpr = cfg.D_CHUNKS
-    BYTES: gl.constexpr = CHUNKS * q_desc.block_type.nbytes + do_desc.block_type.nbytes
-    slot = use % cfg.STAGES
-    ch.q.acquire(use)
-    bar_q = ch.q.full.index(slot)
-    mbarrier.expect(bar_q, BYTES + stats_desc.block_type.nbytes)
-    row_coords = coords(work.start_q, work.seqlen_q, tile * cfg.BLOCK_M, head, work.batch, cfg.IS_PACKED)
-    for chunk in gl.static_range(CHUNKS):
-        load_tile(q_desc, row_coords[:-1] + (chunk * cfg.D_CHUNK,), bar_q, ch.q.chunk(use, chunk))  # noqa: RUF005
-    load_tile(stats_desc, [scratch_tile(work, head, tile, sizes, cfg), 0], bar_q, ch.stats.index(slot))
-    load_tile(do_desc, row_coords, bar_q, ch.do.index(slot))
-
-
-@gluon.jit
-def load_keys(ring, work_use, desc, CHUNKS: gl.constexpr, work, cfg: gl.constexpr):
-    """Start TMA copies of a tile of keys or values: 64 rows for each warpgroup, on one barrier."""
-    WIDTH: gl.constexpr = desc.block_shape[-1]
-    ring.acquire(work_use)
-    bar_full = ring.full.index(0)
-    mbarrier.expect(bar_full, 2 * CHUNKS * desc.block_type.nbytes)
-    for w in gl.static_range(2):
-        row = work.row + w * 64
-        row_coords = coords(work.start_k, work.seqlen_k, row, work.head, work.batch, cfg.IS_PACKED)
-        for chunk in gl.static_range(CHUNKS):
-            chunk_coords = row_coords[:-1] + (chunk * WIDTH,)  # noqa: RUF005
-            load_tile(desc, chunk_coords, bar_full, ring.chunk(work_use, w * CHUNKS + chunk))
 
 
 @gluon.jit
@@ -207,7 +184,7 @@ def keys_role(W: gl.constexpr, dk_desc, dv_desc, ch, sizes, factors, cfg: gl.con
         dk = scaled(await_chunks(accumulate_chunks(ds, ch.q, use, dk, cfg), 0, cfg), factors.scale)
         ch.q.release(use)
         use += 1
-        row_coords = coords(work.start_k, work.seqlen_k, key, work.head, work.batch, cfg.IS_PACKED)
+        row_coords = key_coords(W, work, cfg)
         store_chunks(dk, dk_desc, ch.k.tiles, W * cfg.D_CHUNKS + zero, row_coords)
         store_chunks((dv,), dv_desc, ch.v.tiles, W + zero, row_coords)
         wait_for_stores(0)  # the tiles have been read
@@ -219,7 +196,7 @@ def keys_role(W: gl.constexpr, dk_desc, dv_desc, ch, sizes, factors, cfg: gl.con
 
 @gluon.jit
 def store_chunks(chunks, desc, tiles, first, row_coords):
-    """Start TMA copies of dK or dV of 64 keys, through tiles that are no longer needed."""
+    """Start TMA copies of 64 rows of a gradient, through tiles that are no longer needed."""
     WIDTH: gl.constexpr = desc.block_shape[-1]
     for i in gl.static_range(len(chunks)):
         tile = as_block(tiles.index(first + i), desc)

@@ -229,19 +229,12 @@ def store_keys(chunks, desc, smem, work, cfg: gl.constexpr):
     if chunks[0].shape[1] > WIDTH:
         slices = chunks[0].reshape([64, 2, WIDTH]).permute([0, 2, 1]).split()
     row_coords = coords(work.start_k, work.seqlen_k, work.row, work.head, work.batch, cfg.IS_PACKED)
-    for i in gl.static_range(len(slices)):
-        store_chunk(slices[i], i, desc, row_coords, smem)
+    for i in gl.static_range(len(slices)):  # one after the other, all through the same tile
+        tile = as_block(smem, desc)
+        tile.reshape([64, WIDTH]).store(slices[i].to(desc.dtype))
+        fence_async_shared()  # the stores above are visible to the TMA copy
+        store_tile(desc, row_coords[:-1] + (i * WIDTH,), tile)  # noqa: RUF005
         wait_for_stores(0)  # the tile has been read
-
-
-@gluon.jit
-def store_chunk(x, i, desc, row_coords, smem):
-    """Start a TMA copy of x [64, WIDTH] to columns [i * WIDTH, ...) of the rows at `row_coords`."""
-    WIDTH: gl.constexpr = desc.block_shape[-1]
-    tile = as_block(smem, desc)
-    tile.reshape([64, WIDTH]).store(x.to(desc.dtype))
-    fence_async_shared()  # the stores above are visible to the TMA copy
-    store_tile(desc, row_coords[:-1] + (i * WIDTH,), tile)  # noqa: RUF005
 
 
 @gluon.jit(do_not_specialize=BackwardSizes._fields)

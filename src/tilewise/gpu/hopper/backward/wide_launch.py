@@ -14,6 +14,7 @@ from tilewise.gpu.hopper.backward.launch import (
     has_large_lse,
     kernel_sizes,
     prepare_launch,
+    ready_tensors,
     score_factors,
     sinks_gradient,
     stats_shape,
@@ -36,16 +37,12 @@ def backward(
 ) -> Gradients:
     """Gradients by recomputation from lse + residual; the same bits every time. Scratch: 4 floats a row."""
     cfg = wide_config(problem)
-    query, key, value, out, dout = (host.tma_ready(t) for t in (*inputs[:3], out, dout))
-    dq, dk, dv = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in inputs[:3])
+    given, optional = ready_tensors(inputs, out, lse, residual, dout, dlse)
+    query = inputs.query
+    dq, dk, dv = (t.new_empty(t.shape) for t in inputs[:3])
     stats = query.new_empty(stats_shape(problem, cfg, query.shape[-3]), dtype=torch.float32)
-    dlse, residual, cu_q, cu_k = (
-        None if t is None else t.contiguous()
-        for t in (dlse, residual, inputs.cu_seqlens_q, inputs.cu_seqlens_k)
-    )
-    given = (query, key, value, out, lse.contiguous(), residual, dout)
     new = (dq, dk, dv, stats, *host.shared_counters(query.device))
-    run_steps(problem, steps(cfg, given, new, (dlse, cu_q, cu_k, *ordered(problem, cfg, cu_q, cu_k))))
+    run_steps(problem, steps(cfg, given, new, (*optional, *ordered(problem, cfg, *optional[1:]))))
     dsinks = None if inputs.sinks is None else sinks_gradient(problem, inputs.sinks, stats, None, cfg)
     return Gradients(dq, dk, dv, None, dsinks)
 
@@ -62,7 +59,7 @@ def steps(
     cfg: WideBackwardConfig,
     given: Sequence[Tensor | None],
     new: Sequence[Tensor],
-    optional: Tensors = (None,) * 7,
+    optional: Tensors,
 ) -> list[Step]:
     """The three launches; `new` are dq, dk, dv, the row statistics and `shared_counters`.
 
@@ -132,8 +129,8 @@ def keys_launch(problem: AttentionProblem, tensors: Tensors, cfg: WideBackwardCo
         score_factors(problem),
         cfg,
     )
-    most_tiles = key.shape[0] // cfg.BLOCK_N + problem.batch if is_packed else sizes.num_tiles
-    programs = min(host.num_sms(query.device.index), most_tiles * sizes.num_bh)
+    most = host.most_tiles(problem, key.shape[-3], cfg.BLOCK_N)
+    programs = min(host.num_sms(query.device.index), most * sizes.num_bh)
     return Launch(kernel, programs, arguments, num_warps=4, maxnreg=cfg.maxnreg, launch_pdl=True)
 
 
@@ -149,7 +146,7 @@ def queries_launch(problem: AttentionProblem, tensors: Tensors, cfg: WideBackwar
     descriptors = (host.descriptor(t, tile, is_packed) for t, tile in tiles)
     packing = Packing(cu_q, cu_k, *ordered)
     arguments = (*descriptors, stats, packing, counter, *sizes, score_factors(problem), cfg)
-    most_tiles = query.shape[0] // QUERIES + problem.batch if is_packed else sizes.num_tiles
-    programs = min(host.num_sms(query.device.index), most_tiles * sizes.num_bh * problem.group_size)
+    most = host.most_tiles(problem, query.shape[-3], QUERIES)
+    programs = min(host.num_sms(query.device.index), most * sizes.num_bh * problem.group_size)
     kernel = attn_bwd_wide_queries_kernel
     return Launch(kernel, programs, arguments, num_warps=4, maxnreg=cfg.maxnreg, launch_pdl=True)

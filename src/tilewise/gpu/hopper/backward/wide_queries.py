@@ -11,7 +11,7 @@ statistics before it lets this one start.
 from tilewise.gpu.hopper.backward.arguments import BackwardSizes
 from tilewise.gpu.hopper.backward.ranges import scratch_tile
 from tilewise.gpu.hopper.backward.scores import capped, opaque_zero, pinned
-from tilewise.gpu.hopper.backward.wide import store_chunk
+from tilewise.gpu.hopper.backward.slim import store_chunks
 from tilewise.gpu.hopper.common.channel import Ring, make_tile_ring
 from tilewise.gpu.hopper.common.compat import (
     aggregate,
@@ -35,13 +35,12 @@ from tilewise.gpu.hopper.common.products import (
 )
 from tilewise.gpu.hopper.common.ranges import hide, key_tiles
 from tilewise.gpu.hopper.common.scheduler import (
-    WorkTile,
     count_work_tiles,
     fetch_add,
     l2_swizzled,
+    locate_tile,
     make_work_ring,
     next_work,
-    packed_sequence,
     receive,
     send,
     send_end,
@@ -61,25 +60,15 @@ class Channels:
 
 
 @gluon.jit
+def last_first(index, num_tiles, num_bh, l2_swizzle, cfg: gl.constexpr):
+    return l2_swizzled(index, num_tiles, num_bh, l2_swizzle, True)
+
+
+@gluon.jit
 def locate_queries(index, sizes, packing, cfg: gl.constexpr):
     """The work tile of an index: `row` is the first of 128 queries. The last (longest, causal) come first."""
-    heads = sizes.num_bh * sizes.group_size
-    l2_swizzle = sizes.l2_swizzle * sizes.group_size
-    if cfg.IS_PACKED:
-        b, first, own_tiles, start_q, own_q, start_k, own_k = packed_sequence(
-            index // heads, sizes.batch, packing
-        )
-        tile, head = l2_swizzled(index - first * heads, own_tiles, heads, l2_swizzle, True)
-        work = WorkTile(tile * 128, head, b, start_q, own_q, start_k, own_k)
-    else:
-        tile, bh = l2_swizzled(index, sizes.num_tiles, heads, l2_swizzle, True)
-        heads = heads // sizes.batch
-        zero = 0 * bh
-        work = WorkTile(
-            tile * 128, bh % heads, bh // heads,
-            zero, sizes.seqlen_q + zero, zero, sizes.seqlen_k + zero,
-        )  # fmt: skip
-    return work
+    heads, l2_swizzle = sizes.num_bh * sizes.group_size, sizes.l2_swizzle * sizes.group_size
+    return locate_tile(index, heads, l2_swizzle, 128, last_first, sizes, packing, cfg)
 
 
 @gluon.jit
@@ -165,19 +154,12 @@ def query_role(W: gl.constexpr, dq_desc, stats, ch, sizes, factors, cfg: gl.cons
         ch.k.release(use)
         use += 1
         ch.do.release(own_use)
-        store_queries(dq, dq_desc, ch.q, own_use, row, work, cfg)
+        row_coords = coords(work.start_q, work.seqlen_q, row, work.head, work.batch, cfg.IS_PACKED)
+        store_chunks(dq, dq_desc, ch.q.tiles, own_use % 2 * cfg.D_CHUNKS, row_coords)
+        wait_for_stores(0)  # the tiles have been read
         ch.q.release(own_use)
         work_use += 1
         work, _ = receive(ch.work, work_use)
-
-
-@gluon.jit
-def store_queries(dq, desc, ring, use, row, work, cfg: gl.constexpr):
-    """Store dQ of 64 queries, chunk by chunk, staged in the tile of Q; rows past the end are cut."""
-    row_coords = coords(work.start_q, work.seqlen_q, row, work.head, work.batch, cfg.IS_PACKED)
-    for i in gl.static_range(len(dq)):
-        store_chunk(dq[i], i, desc, row_coords, ring.chunk(use, i))
-    wait_for_stores(0)  # the tiles have been read
 
 
 @gluon.jit

@@ -18,6 +18,7 @@ class KernelConfig:
     PACK: int = 1  # query heads of one key head that share a tile: row = position * PACK + head
     IS_PACKED: bool = False  # sequences one after another, bounded by cu_seqlens
     IS_CACHED: bool = False  # keys of a cache, of which each sequence has a number of its own
+    PAGE_SIZE: int = 0  # 0: keys are not paged
     IS_DETERMINISTIC: bool = False  # in the backward, tiles of keys add to dq in their order
     HAS_LEFT: bool  # the window has a left edge
     HAS_RIGHT: bool  # or a right edge; causal is a right edge of 0
@@ -54,21 +55,41 @@ class KernelConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ForwardConfig(KernelConfig):
-    """Compile-time choices of the forward kernel. Packed queries may have cached keys."""
+class QueriesConfig(KernelConfig):
+    """What the forward kernels share: a work tile of queries, and keys that stream by."""
 
-    BLOCK_N: int  # keys of a tile
     STAGES: int  # K/V tiles in flight
     Q_SLOTS: int  # query tiles of a warpgroup in shared memory: more than WARPGROUPS load the next ones early
     CONSUMER_REGISTERS: int
     PRODUCER_REGISTERS: int
+    BLOCK_DV: int  # head size of V, filled up to a power of two
+
+    @property
+    def BLOCK_M(self) -> int:
+        """Query rows of a work tile: those of all warpgroups."""
+        return self.WARPGROUPS * WARPGROUP_ROWS
+
+    @property
+    def WARPS(self) -> list[int]:
+        """Of the partitions after the first: the other warpgroups, and the producer."""
+        return [4] * (self.WARPGROUPS - 1) + [1]
+
+    @property
+    def REGISTERS(self) -> list[int]:
+        """Of theirs; the first has the rest."""
+        return [self.CONSUMER_REGISTERS] * (self.WARPGROUPS - 1) + [self.PRODUCER_REGISTERS]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ForwardConfig(QueriesConfig):
+    """Compile-time choices of the forward kernel. Packed queries may have cached keys."""
+
+    BLOCK_N: int  # keys of a tile
     D_CHUNKS: int  # head_dim of QK in chunks; TMA fills the last one up with zeros
     D_CHUNK: int  # 64 columns or a larger power of two: 192 is three chunks of 64
-    BLOCK_DV: int  # head size of V, filled up to a power of two
     HEADROOM: float  # of the reference above the first tile's maximum, in units of log2: see `softmax_step`
     LARGEST_SUM: float  # of a row's p, by thread, with which no p overflows
     LARGEST_SPREAD: float  # of a row's first scores, in units of log2: steeper rows follow their maximum
-    PAGE_SIZE: int  # 0: keys are not paged
     IS_GUARDED: bool = False  # the score function may read out of range
     HAS_ROW_MAX: bool = False  # asked for
     HAS_ENTROPY: bool = False
@@ -115,11 +136,6 @@ class ForwardConfig(KernelConfig):
         return self.HAS_DROPOUT and self.IS_OVERLAPPED
 
     @property
-    def BLOCK_M(self) -> int:
-        """Query rows of a work tile: those of all warpgroups."""
-        return self.WARPGROUPS * WARPGROUP_ROWS
-
-    @property
     def Q_CHUNKS(self) -> int:
         """Chunks of a query slot, which is also the staging buffer of O: a multiple of its width."""
         return self.O_TILES * self.BLOCK_DV // self.D_CHUNK
@@ -131,22 +147,13 @@ class ForwardConfig(KernelConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class FP8Config(KernelConfig):
-    """Compile-time choices of the 8-bit forward kernel. What `ForwardConfig` has too means the same."""
+class FP8Config(QueriesConfig):
+    """Compile-time choices of the 8-bit forward kernel."""
 
     BLOCK_N: ClassVar[int] = 128  # keys that share a factor
 
-    STAGES: int
-    Q_SLOTS: int
-    CONSUMER_REGISTERS: int
-    PRODUCER_REGISTERS: int
     HEAD_DIM: int  # of QK, filled up to a power of two
-    BLOCK_DV: int
     HAS_INTEGERS: bool  # Q and K are int8, else float8_e4m3fn
-
-    @property
-    def BLOCK_M(self) -> int:
-        return self.WARPGROUPS * WARPGROUP_ROWS
 
     @property
     def V_CHUNKS(self) -> int:
@@ -165,15 +172,12 @@ class FP8Config(KernelConfig):
 
 
 class Factors(NamedTuple):
-    """Scalars of the scores. `scale_log2e` turns a product, or a capped score, into units of log2.
+    """Scalars of the scores."""
 
-    `scale` turns it into a logit.
-    """
-
-    scale_log2e: Any
+    scale_log2e: Any  # turns a product, or a capped score, into units of log2
     two_over_softcap_log2e: Any
     softcap_log2e: Any
-    scale: Any
+    scale: Any  # turns it into a logit
 
 
 class Packing(NamedTuple):
@@ -289,7 +293,6 @@ class DecodeConfig(KernelConfig):
     START_UNITS: int  # key tiles that the start of a segment counts as, where lengths differ
     ROWS: int  # rows of a tile in use, at most 64: a multiple of PACK
     HAS_ROW_TILES: bool  # a sequence's queries take several such tiles
-    PAGE_SIZE: int  # 0: keys are not paged
     BOX_ROWS: int  # of one TMA copy: no more than a page has
     BOX_WIDTH: int
     WHOLE_PAGES: bool  # a page that is full takes one TMA copy, whatever the boxes

@@ -55,6 +55,19 @@ class Ring:
             load_tile(desc, chunk_coords, bar_full, self.chunk(use, chunk))
 
     @gluon.jit
+    def load_halves(self, use, desc, first, second, CHUNKS: gl.constexpr):
+        """Producer: likewise of a slot that has CHUNKS chunks for each of two warpgroups."""
+        WIDTH: gl.constexpr = desc.block_shape[-1]
+        self.acquire(use)
+        bar_full = self.full.index(use % self.STAGES)
+        mbarrier.expect(bar_full, 2 * CHUNKS * desc.block_type.nbytes)
+        for w in gl.static_range(2):
+            for chunk in gl.static_range(CHUNKS):
+                coords = first[:-1] if w == 0 else second[:-1]
+                chunk_coords = coords + (chunk * WIDTH,)  # noqa: RUF005
+                load_tile(desc, chunk_coords, bar_full, self.chunk(use, w * CHUNKS + chunk))
+
+    @gluon.jit
     def publish(self, use):
         """Producer: the slot was filled by ordinary stores."""
         mbarrier.arrive(self.full.index(use % self.STAGES), count=1)

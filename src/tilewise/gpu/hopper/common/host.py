@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from tilewise.core.problem import AttentionProblem, Inputs
 from tilewise.core.signature import stand_in
 from tilewise.core.torch_private import raw_stream
 from tilewise.gpu.functions.captured import Captured
-from tilewise.gpu.hopper.common.arguments import Extras, Factors
+from tilewise.gpu.hopper.common.arguments import Extras, Factors, QueriesConfig, Sizes
 from tilewise.gpu.hopper.common.functions import captured_of, compiled_functions, inlines_mask
 from tilewise.gpu.launch.gpus import gpu_of
 from tilewise.gpu.launch.launch_plan import Launch, Tensors, run
@@ -76,6 +77,7 @@ def options(problem: AttentionProblem) -> dict[str, Any]:
     return {
         "IS_PACKED": problem.is_packed,
         "IS_CACHED": problem.is_cached,
+        "PAGE_SIZE": problem.page_size or 0,
         "HAS_LEFT": visibility.left is not None,
         "HAS_RIGHT": visibility.right is not None,
         "HAS_SOFTCAP": problem.softcap > 0,
@@ -211,6 +213,32 @@ def window_size(problem: AttentionProblem) -> int:
     return left + right
 
 
+def most_tiles(problem: AttentionProblem, rows: int, block: int) -> int:
+    """Tiles of a head; `rows` of its tensor, which packed are all sequences': each may add one, or less."""
+    return rows // block + problem.batch if problem.is_packed else -(-rows // block)
+
+
+def work_sizes(problem: AttentionProblem, cfg: QueriesConfig, rows: int, key_bytes: int) -> Sizes:
+    """The integers of a forward kernel. rows: of a packed query. key_bytes: of a key and its value."""
+    visibility = problem.visibility()
+    positions = cfg.BLOCK_M // cfg.PACK
+    num_bh = problem.num_heads // cfg.PACK * (1 if cfg.IS_ORDERED else problem.batch)
+    read_together = min(problem.seqlen_k, window_size(problem) + positions)  # keys of a tile of queries
+    heads_per_key = max(1, problem.group_size // cfg.PACK)
+    fitting = max(1, L2_SWIZZLE_BYTES // (read_together * key_bytes))
+    return Sizes(
+        batch=problem.batch,
+        seqlen_q=rows if problem.is_packed else problem.seqlen_q,
+        seqlen_k=problem.seqlen_k,
+        group_size=problem.group_size,
+        num_bh=num_bh,
+        num_tiles=-(-problem.seqlen_q // positions),
+        l2_swizzle=heads_per_key * l2_swizzle_size(num_bh // heads_per_key, fitting),
+        window_left=edge(visibility.left),
+        window_right=edge(visibility.right),
+    )
+
+
 def l2_swizzle_size(num_keys: int, fitting: int) -> int:
     """Key heads at a time: as many as fit, but as many each time; a few at the end would leave SMs idle."""
     largest_divisor = max(n for n in range(1, min(fitting, num_keys) + 1) if num_keys % n == 0)
@@ -285,8 +313,6 @@ def descriptor(t: Tensor | None, box: tuple[int, int, int], is_bounded: bool) ->
     Packed (rows, heads, dim), and all rows of a cache's entries: two more dimensions bound each sequence, see
     `common.key_loads.coords`.
     """
-    from tilewise.gpu.hopper.common.compat import TensorDescriptor
-
     assert t is not None
     strides = [t.shape[-1] if size == 1 else stride for size, stride in zip(t.shape, t.stride(), strict=True)]
     strides[-1] = 1
@@ -294,11 +320,15 @@ def descriptor(t: Tensor | None, box: tuple[int, int, int], is_bounded: bool) ->
         strides = strides[-3:]
         shape = [0x7FFF0000, 0x7FFF0000, 1 << 30, *t.shape[-2:]]
         strides = [(1 << 34) - strides[0], strides[0], *strides]
-        block_shape = [1, 1, *box]
-    else:
-        shape = list(t.shape)
-        block_shape = [1, *box]
-    return TensorDescriptor(t, shape, strides, block_shape, shared_layout(tuple(block_shape), t.dtype))
+        return box_descriptor(t, shape, strides, (1, 1, *box))
+    return box_descriptor(t, t.shape, strides, (1, *box))
+
+
+def box_descriptor(t: Tensor, shape: Sequence[int], strides: Sequence[int], box: tuple[int, ...]) -> Any:
+    """TMA descriptor of t as a tensor of that shape and strides, in boxes that are swizzled."""
+    from tilewise.gpu.hopper.common.compat import TensorDescriptor
+
+    return TensorDescriptor(t, list(shape), list(strides), list(box), shared_layout(box, t.dtype))
 
 
 def flat_descriptor(t: Tensor | None, box: tuple[int, int]) -> Any:

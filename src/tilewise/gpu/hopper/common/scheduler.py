@@ -134,17 +134,33 @@ def keys_of(seqlens_k, i, batch, HAS_OFFSETS: gl.constexpr):
 
 
 @gluon.jit
-def packed_sequence(number, batch, packing):
-    """(sequence, tiles before it, its tiles, start_q, seqlen_q, start_k, seqlen_k) of tile `number`."""
-    b, first, own_tiles = ordered_sequence(number, batch, packing)
-    start_q, own_q = packed_rows(packing.cu_seqlens_q, b)
-    start_k, own_k = packed_rows(packing.cu_seqlens_k, b)
-    return b, first, own_tiles, start_q, own_q, start_k, own_k
+def locate_tile(
+    index, num_bh, l2_swizzle, ROWS: gl.constexpr, SWIZZLE: gl.constexpr, sizes, packing, cfg: gl.constexpr
+):
+    """The work tile of ROWS rows of an index into all tiles of `num_bh` (batch, head) pairs, or packed heads.
+
+    SWIZZLE: a function like `l2_swizzled`, which takes cfg last.
+    """
+    if cfg.IS_PACKED:
+        b, first, own_tiles = ordered_sequence(index // num_bh, sizes.batch, packing)
+        start_q, own_q = packed_rows(packing.cu_seqlens_q, b)
+        start_k, own_k = packed_rows(packing.cu_seqlens_k, b)
+        tile, head = SWIZZLE(index - first * num_bh, own_tiles, num_bh, l2_swizzle, cfg)
+    else:
+        tile, bh = SWIZZLE(index, sizes.num_tiles, num_bh, l2_swizzle, cfg)
+        heads = num_bh // sizes.batch
+        b, head = bh // heads, bh % heads
+        zero = 0 * bh
+        start_q, own_q, start_k, own_k = zero, sizes.seqlen_q + zero, zero, sizes.seqlen_k + zero
+    return WorkTile(tile * ROWS, head * cfg.PACK, b, start_q, own_q, start_k, own_k)
 
 
 @gluon.jit
 def cached_sequence(number, sizes, packing, cache, cfg: gl.constexpr):
-    """Likewise with keys in a cache: start_k is 0, or 1 where the length is wrong; there are no keys then."""
+    """(sequence, tiles before it, its tiles, start_q, seqlen_q, start_k, seqlen_k) of tile `number`.
+
+    start_k is 0, or 1 where the length is wrong; there are no keys then.
+    """
     b, first, own_tiles = ordered_sequence(number, sizes.batch, packing)
     if cfg.IS_PACKED:
         start_q, own_q = packed_rows(packing.cu_seqlens_q, b)
@@ -173,31 +189,24 @@ def packed_rows(cu_seqlens, b):
 
 
 @gluon.jit
+def longest_first(index, num_tiles, num_bh, l2_swizzle, cfg: gl.constexpr):
+    """`l2_swizzled`: with a right edge the last tiles are the longest."""
+    return l2_swizzled(index, num_tiles, num_bh, l2_swizzle, cfg.HAS_RIGHT)
+
+
+@gluon.jit
 def locate(index, sizes, packing, cache, cfg: gl.constexpr):
     """The work tile of an index. Ordered: each sequence has its own tiles, and bh is a head."""
-    BLOCK_POSITIONS: gl.constexpr = cfg.BLOCK_M // cfg.PACK
-    if cfg.IS_ORDERED:
-        number = index // sizes.num_bh
-        if cfg.IS_CACHED:
-            b, first, own_tiles, start_q, own_q, start_k, own_k = cached_sequence(
-                number, sizes, packing, cache, cfg
-            )
-        else:
-            b, first, own_tiles, start_q, own_q, start_k, own_k = packed_sequence(
-                number, sizes.batch, packing
-            )
-        tile, bh = l2_swizzled(
-            index - first * sizes.num_bh, own_tiles, sizes.num_bh, sizes.l2_swizzle, cfg.HAS_RIGHT
+    ROWS: gl.constexpr = cfg.BLOCK_M // cfg.PACK
+    if cfg.IS_CACHED:
+        b, first, own_tiles, start_q, own_q, start_k, own_k = cached_sequence(
+            index // sizes.num_bh, sizes, packing, cache, cfg
         )
-        work = WorkTile(tile * BLOCK_POSITIONS, bh * cfg.PACK, b, start_q, own_q, start_k, own_k)
+        rest = index - first * sizes.num_bh
+        tile, bh = longest_first(rest, own_tiles, sizes.num_bh, sizes.l2_swizzle, cfg)
+        work = WorkTile(tile * ROWS, bh * cfg.PACK, b, start_q, own_q, start_k, own_k)
     else:
-        tile, bh = l2_swizzled(index, sizes.num_tiles, sizes.num_bh, sizes.l2_swizzle, cfg.HAS_RIGHT)
-        heads = sizes.num_bh // sizes.batch
-        b = bh // heads
-        head = bh % heads * cfg.PACK
-        work = WorkTile(
-            tile * BLOCK_POSITIONS, head, b, 0 * b, sizes.seqlen_q + 0 * b, 0 * b, sizes.seqlen_k + 0 * b
-        )
+        work = locate_tile(index, sizes.num_bh, sizes.l2_swizzle, ROWS, longest_first, sizes, packing, cfg)
     return work
 
 

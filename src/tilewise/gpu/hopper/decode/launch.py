@@ -99,37 +99,46 @@ def forward(
 
     And, if asked for, what rounding took from lse, in its shape.
     """
-    cfg = config or decode_config(problem)
-    workers = num_workers(problem, cfg, inputs.query.device)
-    given = cached_tensors(inputs, host.GROUP_ROWS if cfg.WHOLE_PAGES else 1)
-    new = new_tensors(problem, cfg, workers, residual)
-    return attend(problem, given, functools.partial(steps, cfg, workers), new)
+    return attend(KERNELS, problem, inputs, config or decode_config(problem), residual)
+
+
+class Kernels(NamedTuple):
+    """What differs between the kernels of this module and of `mla_launch`."""
+
+    config: Callable[[AttentionProblem], DecodeConfig]
+    launch: Callable[..., Launch]  # of the first; the second is `merge_launch`
+    few_splits: int  # see `even_workers`
 
 
 def attend(
-    problem: AttentionProblem,
-    given: CachedTensors,
-    launches: Callable[[CachedTensors, Tensors], Sequence[Step]],
-    new: Sequence[tuple[Sequence[int], torch.dtype] | None],
+    kernels: Kernels, problem: AttentionProblem, inputs: Inputs, cfg: DecodeConfig, residual: bool
 ) -> tuple[Tensor, ...]:
-    """out, lse and residual, the first of the `new_tensors`."""
-    fresh = tuple(None if n is None else given.query.new_empty(n[0], dtype=n[1]) for n in new)
-    run_steps(problem, launches(given, fresh))
+    """out, lse and, if asked for, residual."""
+    workers = num_workers(problem, cfg, inputs.query.device, kernels.few_splits)
+    given = cached_tensors(inputs, cfg)
+    fresh = tuple(
+        None if n is None else given.query.new_empty(n[0], dtype=n[1])
+        for n in new_tensors(problem, cfg, workers, residual)
+    )
+    run_steps(problem, steps(kernels, cfg, workers, given, fresh))
     return tuple(t for t in fresh[:3] if t is not None)
 
 
-def steps(cfg: DecodeConfig, workers: int, given: CachedTensors, fresh: Tensors) -> tuple[Step, Step]:
+def steps(
+    kernels: Kernels, cfg: DecodeConfig, workers: int, given: CachedTensors, fresh: Sequence[Tensor | None]
+) -> tuple[Step, Step]:
     """Both launches; `fresh`: see `new_tensors`."""
-    query, key, value, lengths, table, slopes, sinks = given
-    choices = (cfg, workers)
+    query, _, _, lengths, _, _, sinks = given
+    choices, fresh = (cfg, workers), tuple(fresh)
     return (
-        Step(_decode_launch, (query, key, value, lengths, table, slopes), choices, fresh),
+        Step(kernels.launch, given[:6], choices, fresh),
         Step(merge_launch, (query, lengths, sinks), choices, fresh),
     )
 
 
-def cached_tensors(inputs: Inputs, rows: int = 1) -> CachedTensors:
-    """The tensors of a call as the kernels take them; `rows`: see `keys_ready`."""
+def cached_tensors(inputs: Inputs, cfg: DecodeConfig) -> CachedTensors:
+    """The tensors of a call as the kernels take them."""
+    rows = host.GROUP_ROWS if cfg.WHOLE_PAGES else 1
     query = inputs.query if inputs.query.stride(-1) == 1 else inputs.query.contiguous()
     small = (inputs.seqlens_k, inputs.page_table, inputs.alibi_slopes, inputs.sinks)
     lengths, table, slopes, sinks = (None if t is None else t.contiguous() for t in small)
@@ -159,9 +168,7 @@ def row_tiles(problem: AttentionProblem, cfg: DecodeConfig) -> int:
     return -(-problem.seqlen_q // (cfg.ROWS // cfg.PACK))
 
 
-def num_workers(
-    problem: AttentionProblem, cfg: DecodeConfig, device: torch.device, few_splits: int = FEW_SPLITS
-) -> int:
+def num_workers(problem: AttentionProblem, cfg: DecodeConfig, device: torch.device, few_splits: int) -> int:
     num_segments = problem.batch * segments(problem, cfg)
     most = num_segments * -(-problem.seqlen_k // cfg.BLOCK_N)
     return min(even_workers(num_segments, host.num_sms(device.index), few_splits), most)
@@ -188,8 +195,8 @@ def _decode_launch(problem: AttentionProblem, tensors: Tensors, cfg: DecodeConfi
     query, key, value, lengths, table, slopes, *fresh = tensors
     arguments = (
         query,
-        key_descriptor(key, cfg),
-        key_descriptor(value, cfg),
+        host.descriptor(key, (cfg.BOX_ROWS, 1, cfg.BOX_WIDTH), True),
+        host.descriptor(value, (cfg.BOX_ROWS, 1, cfg.BOX_WIDTH), True),
         _page_descriptor(key) if cfg.WHOLE_PAGES else None,
         _page_descriptor(value) if cfg.WHOLE_PAGES else None,
         DecodeTargets(*fresh),
@@ -248,32 +255,15 @@ def decode_sizes(
     )
 
 
-def key_descriptor(t: Tensor | None, cfg: DecodeConfig) -> Any:
-    """TMA descriptor of all rows of a cache, bounded as a packed tensor's: see `key_loads.coords`."""
-    from tilewise.gpu.hopper.common.compat import TensorDescriptor
-
-    assert t is not None
-    _, rows, heads, dim = t.shape
-    row_stride = t.stride(1) if rows > 1 else heads * dim
-    head_stride = t.stride(2) if heads > 1 else dim
-    shape = [0x7FFF0000, 0x7FFF0000, 1 << 30, heads, dim]
-    strides = [(1 << 34) - row_stride, row_stride, row_stride, head_stride, 1]
-    block_shape = [1, 1, cfg.BOX_ROWS, 1, cfg.BOX_WIDTH]
-    return TensorDescriptor(t, shape, strides, block_shape, host.shared_layout(tuple(block_shape), t.dtype))
-
-
 def _page_descriptor(t: Tensor | None) -> Any:
     """TMA descriptor of pages in groups of 8 rows, for tiles of `row_groups_layout`."""
-    from tilewise.gpu.hopper.common.compat import TensorDescriptor
-
     assert t is not None
     pages, rows, heads, dim = t.shape
     row_stride, head_stride = t.stride(1), t.stride(2) if heads > 1 else dim
     groups = ((pages - 1) * host.rows_per_entry(t) + rows) // host.GROUP_ROWS
     shape = [groups, heads, dim // GROUP_COLUMNS, host.GROUP_ROWS, GROUP_COLUMNS]
     strides = [host.GROUP_ROWS * row_stride, head_stride, GROUP_COLUMNS, row_stride, 1]
-    block_shape = [rows // host.GROUP_ROWS, 1, *shape[2:]]
-    return TensorDescriptor(t, shape, strides, block_shape, host.shared_layout(tuple(block_shape), t.dtype))
+    return host.box_descriptor(t, shape, strides, (rows // host.GROUP_ROWS, 1, *shape[2:]))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -308,7 +298,6 @@ def decode_config(problem: AttentionProblem) -> DecodeConfig:
         PACK=pack,
         ROWS=rows,
         HAS_ROW_TILES=problem.seqlen_q > rows // pack,
-        PAGE_SIZE=page_size,
         BOX_ROWS=box_rows,
         WHOLE_PAGES=whole_pages,
         PAGE_LANES=32 if whole_pages and is_short else -(-block_n // (page_size or block_n)),
@@ -323,3 +312,6 @@ def decode_config(problem: AttentionProblem) -> DecodeConfig:
 
 def power_of_two(n: int) -> int:
     return 1 << (n - 1).bit_length()
+
+
+KERNELS = Kernels(decode_config, _decode_launch, FEW_SPLITS)

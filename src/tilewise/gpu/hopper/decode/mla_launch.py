@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 from torch import Tensor
 
@@ -16,18 +15,13 @@ from tilewise.gpu.hopper.decode.launch import (
     MIN_KEYS,
     START_UNITS,
     USUAL_SMS,
-    CachedTensors,
+    Kernels,
     attend,
-    cached_tensors,
     decode_sizes,
-    key_descriptor,
-    merge_launch,
-    new_tensors,
-    num_workers,
     power_of_two,
     too_many_units,
 )
-from tilewise.gpu.launch.launch_plan import Launch, Step, Tensors
+from tilewise.gpu.launch.launch_plan import Launch, Tensors
 
 HEAD_DIMS = (576, 512)
 BLOCK_N = 64
@@ -71,31 +65,17 @@ def head_blocks(problem: AttentionProblem) -> int:
 
 def forward(problem: AttentionProblem, inputs: Inputs, residual: bool = False) -> tuple[Tensor, ...]:
     """out, lse and, if asked for, residual, as of `decode.launch.forward`."""
-    cfg = mla_config(problem)
-    workers = num_workers(problem, cfg, inputs.query.device, FEW_SPLITS)
-    given = cached_tensors(inputs._replace(value=inputs.key))
-    new = new_tensors(problem, cfg, workers, residual)
-    return attend(problem, given, functools.partial(steps, cfg, workers), new)
-
-
-def steps(cfg: MlaConfig, workers: int, given: CachedTensors, fresh: Tensors) -> tuple[Step, Step]:
-    """Both launches; `fresh`: see `new_tensors`."""
-    query, key, _, lengths, table, _, sinks = given
-    choices = (cfg, workers)
-    return (
-        Step(_mla_launch, (query, key, lengths, table), choices, fresh),
-        Step(merge_launch, (query, lengths, sinks), choices, fresh),
-    )
+    return attend(KERNELS, problem, inputs, mla_config(problem), residual)
 
 
 def _mla_launch(problem: AttentionProblem, tensors: Tensors, cfg: MlaConfig, workers: int) -> Launch:
     from tilewise.gpu.hopper.decode.mla import attn_decode_mla_kernel
     from tilewise.gpu.hopper.decode.mla_narrow import attn_decode_mla_narrow_kernel
 
-    query, key, lengths, table, *fresh = tensors
-    arguments: tuple[Any, ...] = (
+    query, key, _, lengths, table, _, *fresh = tensors
+    arguments = (
         query,
-        key_descriptor(key, cfg),
+        host.descriptor(key, (cfg.BOX_ROWS, 1, cfg.BOX_WIDTH), True),
         DecodeTargets(*fresh),
         Cache(lengths, table, host.errors_of(problem, query)),
         *decode_sizes(problem, cfg, workers, query, key, table=table),
@@ -134,7 +114,6 @@ def mla_config(problem: AttentionProblem) -> MlaConfig:
         PACK=pack,
         ROWS=rows,
         HAS_ROW_TILES=problem.seqlen_q > rows // pack,
-        PAGE_SIZE=problem.page_size or 0,
         BOX_ROWS=BLOCK_N,
         BOX_WIDTH=64,
         WHOLE_PAGES=False,
@@ -145,3 +124,6 @@ def mla_config(problem: AttentionProblem) -> MlaConfig:
         MERGE_COLUMNS=merge_columns,
         **host.options(problem),
     )
+
+
+KERNELS = Kernels(mla_config, _mla_launch, FEW_SPLITS)

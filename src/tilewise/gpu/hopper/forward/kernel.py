@@ -238,7 +238,6 @@ def attn_fwd_kernel(
     smem_o = as_blocks(q_ring.tiles, cfg.Q_SLOTS * cfg.O_TILES, o_desc)
     failures = gl.allocate_shared_memory(gl.int32, [2 * N, 128], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     rings = Rings(q_ring, k_ring, v_ring, make_work_ring(N), failures, smem_o)
-    MMA_REGISTERS: gl.constexpr = cfg.CONSUMER_REGISTERS
     if N == 2:
         gl.warp_specialize(
             [
@@ -246,9 +245,9 @@ def attn_fwd_kernel(
                 (mma_role, (1, o_desc, targets, sinks, rings, sizes, factors, cache, mask, extras, cfg)),
                 (load_role, (q_desc, k_desc, v_desc, rings, counter, sizes, packing, cache, mask, cfg)),
             ],
-            [4, 1],
-            [MMA_REGISTERS, cfg.PRODUCER_REGISTERS],
-        )  # fmt: skip
+            cfg.WARPS,
+            cfg.REGISTERS,
+        )
     else:
         gl.warp_specialize(
             [
@@ -258,6 +257,6 @@ def attn_fwd_kernel(
                 (mma_role, (3, o_desc, targets, sinks, rings, sizes, factors, cache, mask, extras, cfg)),
                 (load_role, (q_desc, k_desc, v_desc, rings, counter, sizes, packing, cache, mask, cfg)),
             ],
-            [4, 4, 4, 1],
-            [MMA_REGISTERS, MMA_REGISTERS, MMA_REGISTERS, cfg.PRODUCER_REGISTERS],
-        )  # fmt: skip
+            cfg.WARPS,
+            cfg.REGISTERS,
+        )

@@ -17,7 +17,7 @@ from tilewise.core.problem import AttentionProblem, Inputs
 from tilewise.core.signature import new_out
 from tilewise.core.statistics import largest_of_heads
 from tilewise.gpu.hopper.common import host
-from tilewise.gpu.hopper.common.arguments import WARPGROUP_ROWS, Cache, ForwardConfig, MaskMap, Packing, Sizes
+from tilewise.gpu.hopper.common.arguments import WARPGROUP_ROWS, Cache, ForwardConfig, MaskMap, Packing
 from tilewise.gpu.hopper.common.functions import compiled_functions, source_of
 from tilewise.gpu.hopper.mask.tile_map import tile_map
 from tilewise.gpu.launch.launch_plan import Launch, Tensors, run
@@ -112,7 +112,11 @@ def forward_launch(
     query, key, value, sinks, cu_q, cu_k, lengths, table, *rest = tensors
     *extras, out, lse, residual, row_max, entropy, max_logit, order, first_tile, counter, tiles, bits = rest
     assert query is not None
-    sizes = _sizes(problem, cfg, query, key, value, table)
+    key_bytes = 2 * (problem.head_dim + problem.head_dim_v)
+    sizes = host.work_sizes(problem, cfg, query.shape[0], key_bytes)
+    if key is not None and cfg.IS_CACHED:
+        sizes = sizes._replace(rows_k=host.rows_per_entry(key), rows_v=host.rows_per_entry(value))
+        sizes = sizes._replace(stride_page_table=0 if table is None else table.shape[1], num_pages=len(key))
     rows, width = (WARPGROUP_ROWS // cfg.PACK, cfg.PACK), cfg.D_CHUNK if cfg.BOXES == 1 else BOX_COLUMNS
     width_v = cfg.BLOCK_DV if cfg.BOXES == 1 else BOX_COLUMNS
     arguments = (
@@ -131,45 +135,11 @@ def forward_launch(
         *host.extras(problem, *extras),
         cfg,
     )
-    most = (
-        query.shape[0] // (cfg.BLOCK_M // cfg.PACK) + problem.batch if problem.is_packed else sizes.num_tiles
-    )
+    most = host.most_tiles(problem, query.shape[-3], cfg.BLOCK_M // cfg.PACK)
     bh = sizes.num_bh * (problem.batch if cfg.IS_CACHED and not problem.is_packed else 1)
     programs = min(host.num_sms(query.device.index) * cfg.CTAS_PER_SM, most * bh)
     is_early = cfg.HAS_MAX_LOGIT
     return Launch(attn_fwd_kernel, programs, arguments, 4, maxnreg=cfg.maxnreg, launch_pdl=is_early)
-
-
-def _sizes(
-    problem: AttentionProblem,
-    cfg: ForwardConfig,
-    query: Tensor,
-    key: Tensor | None,
-    value: Tensor | None,
-    table: Tensor | None,
-) -> Sizes:
-    visibility = problem.visibility()
-    positions = cfg.BLOCK_M // cfg.PACK
-    num_bh = problem.num_heads // cfg.PACK * (1 if cfg.IS_ORDERED else problem.batch)
-    read_together = min(problem.seqlen_k, host.window_size(problem) + positions)  # keys of a tile of queries
-    key_bytes = 2 * read_together * (problem.head_dim + problem.head_dim_v)
-    heads_per_key = max(1, problem.group_size // cfg.PACK)
-    fitting = max(1, host.L2_SWIZZLE_BYTES // key_bytes)
-    return Sizes(
-        batch=problem.batch,
-        seqlen_q=query.shape[0] if problem.is_packed else problem.seqlen_q,
-        seqlen_k=problem.seqlen_k,
-        group_size=problem.group_size,
-        num_bh=num_bh,
-        num_tiles=-(-problem.seqlen_q // positions),
-        l2_swizzle=heads_per_key * host.l2_swizzle_size(num_bh // heads_per_key, fitting),
-        window_left=host.edge(visibility.left),
-        window_right=host.edge(visibility.right),
-        rows_k=host.rows_per_entry(key) if cfg.IS_CACHED else 0,
-        rows_v=host.rows_per_entry(value) if cfg.IS_CACHED else 0,
-        stride_page_table=0 if table is None else table.shape[1],
-        num_pages=0 if key is None else len(key),
-    )
 
 
 @functools.lru_cache(maxsize=4096)
@@ -197,7 +167,6 @@ def forward_config(problem: AttentionProblem) -> ForwardConfig:
         LARGEST_SUM=LARGEST_SUM[problem.dtype],
         LARGEST_SPREAD=LARGEST_SPREAD[problem.dtype],
         PACK=_pack(problem),
-        PAGE_SIZE=problem.page_size or 0,
         HAS_SINKS=problem.has_sinks,
         BIAS_OF_ROWS=problem.bias_shape is not None and problem.bias_shape[3] == 1,
         IS_GUARDED=compiled_functions(problem).is_guarded,

@@ -341,8 +341,6 @@ def attn_fwd_fp8_kernel(
     v_ring = make_tile_ring(v_desc, cfg.STAGES, 1, N)
     smem_o = as_blocks(q_ring.tiles, cfg.Q_SLOTS * cfg.O_TILES, o_desc)
     rings = Rings(q_ring, k_ring, v_ring, make_work_ring(N), smem_o)
-    MMA_REGISTERS: gl.constexpr = cfg.CONSUMER_REGISTERS  # of a thread in each role
-    LOAD_REGISTERS: gl.constexpr = cfg.PRODUCER_REGISTERS
     if N == 2:
         gl.warp_specialize(
             [
@@ -350,8 +348,8 @@ def attn_fwd_fp8_kernel(
                 (mma_role, (1, o_desc, lse_ptr, sinks, rings, sizes, scales, factors, cfg)),
                 (load_role, (q_desc, k_desc, v_desc, rings, counter, sizes, packing, cfg)),
             ],
-            [4, 1],
-            [MMA_REGISTERS, LOAD_REGISTERS],
+            cfg.WARPS,
+            cfg.REGISTERS,
         )
     else:
         gl.warp_specialize(
@@ -361,6 +359,6 @@ def attn_fwd_fp8_kernel(
                 (mma_role, (2, o_desc, lse_ptr, sinks, rings, sizes, scales, factors, cfg)),
                 (load_role, (q_desc, k_desc, v_desc, rings, counter, sizes, packing, cfg)),
             ],
-            [4, 4, 1],
-            [MMA_REGISTERS, MMA_REGISTERS, LOAD_REGISTERS],
+            cfg.WARPS,
+            cfg.REGISTERS,
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from tilewise.core.kept import kept_on_device
 from tilewise.core.problem import AttentionProblem, Inputs
 from tilewise.core.quantized import KINDS, Quantized, num_blocks
 from tilewise.gpu.hopper.common import host
-from tilewise.gpu.hopper.common.arguments import WARPGROUP_ROWS, FP8Config, Packing, Sizes
+from tilewise.gpu.hopper.common.arguments import WARPGROUP_ROWS, FP8Config, Packing
 from tilewise.gpu.launch.launch_plan import Launch, Tensors, run
 
 
@@ -122,29 +122,13 @@ def _forward_launch(problem: AttentionProblem, tensors: Tensors, cfg: FP8Config,
 
     (q, k, v), scales = tensors[:3], tensors[3:6]
     sinks, cu_q, cu_k, out, lse, *ordered, counter = tensors[6:]
-    assert q is not None and k is not None and out is not None
-    visibility = problem.visibility()
-    num_bh = problem.num_heads * (1 if problem.is_packed else problem.batch)
-    num_tiles = -(-problem.seqlen_q // cfg.BLOCK_M)
-    bound = rows // cfg.BLOCK_M + problem.batch if problem.is_packed else num_tiles
-    read_together = min(problem.seqlen_k, host.window_size(problem) + cfg.BLOCK_M)
-    fitting = max(1, host.L2_SWIZZLE_BYTES // (read_together * (cfg.HEAD_DIM + cfg.BLOCK_DV)))
-    group = problem.group_size
-    sizes = Sizes(
-        batch=problem.batch,
-        seqlen_q=rows if problem.is_packed else problem.seqlen_q,
-        seqlen_k=problem.seqlen_k,
-        group_size=group,
-        num_bh=num_bh,
-        num_tiles=num_tiles,
-        l2_swizzle=group * host.l2_swizzle_size(num_bh // group, fitting),
-        window_left=host.edge(visibility.left),
-        window_right=host.edge(visibility.right),
-    )
+    assert q is not None and k is not None and v is not None and out is not None
+    heads, blocks, rows_q, width = q.shape
+    box = (1, WARPGROUP_ROWS, width)  # of Q: of one warpgroup
+    sizes = host.work_sizes(problem, cfg, rows, cfg.HEAD_DIM + cfg.BLOCK_DV)
     arguments = (
-        _rows_descriptor(q),
-        _block_descriptor(k),
-        _block_descriptor(v),
+        host.box_descriptor(q, (heads, blocks * rows_q, width), (blocks * rows_q * width, width, 1), box),
+        *(host.box_descriptor(t, t.shape, t.stride(), (1, 1, *t.shape[2:])) for t in (k, v)),
         host.descriptor(out, (WARPGROUP_ROWS, 1, cfg.BLOCK_DV), problem.is_packed),
         *(lse, sinks, Packing(cu_q, cu_k, *ordered), counter),
         *(*scales, q.shape[1], k.shape[1]),
@@ -152,28 +136,9 @@ def _forward_launch(problem: AttentionProblem, tensors: Tensors, cfg: FP8Config,
         host.factors(problem),
         cfg,
     )
-    programs = min(host.num_sms(out.device.index), bound * num_bh)
+    most = host.most_tiles(problem, rows if problem.is_packed else problem.seqlen_q, cfg.BLOCK_M)
+    programs = min(host.num_sms(out.device.index), most * sizes.num_bh)
     return Launch(attn_fwd_fp8_kernel, programs, arguments, num_warps=4, maxnreg=cfg.maxnreg)
-
-
-def _rows_descriptor(q: Tensor) -> Any:
-    """TMA descriptor of Q in tiles of one warpgroup."""
-    from tilewise.gpu.hopper.common.compat import TensorDescriptor
-
-    heads, blocks, rows, width = q.shape
-    box = (1, WARPGROUP_ROWS, width)
-    shape, strides = [heads, blocks * rows, width], [blocks * rows * width, width, 1]
-    return TensorDescriptor(q, shape, strides, list(box), host.shared_layout(box, q.dtype))
-
-
-def _block_descriptor(t: Tensor | None) -> Any:
-    """TMA descriptor of K or V by blocks."""
-    from tilewise.gpu.hopper.common.compat import TensorDescriptor
-
-    assert t is not None
-    box = (1, 1, *t.shape[2:])
-    layout = host.shared_layout(box, t.dtype)
-    return TensorDescriptor(t, list(t.shape), list(t.stride()), list(box), layout)
 
 
 @functools.lru_cache(maxsize=4096)
