@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,31 +16,18 @@ from tilewise.gpu.hopper.common.arguments import WARPGROUP_ROWS, FP8Config, Pack
 from tilewise.gpu.launch.launch_plan import Launch, Tensors, run
 
 
-class Blocks(NamedTuple):
-    """The numbers and the scales of a `core.quantized.Quantized`."""
-
-    values: Tensor  # [heads, blocks, 128, BLOCK_D], of V [kv heads, blocks, BLOCK_DV, 128]
-    factors: Tensor  # float32 [heads, blocks]
-
-
 def forward(problem: AttentionProblem, inputs: Inputs) -> tuple[Tensor, Tensor]:
     """out (like query, head_dim_v) and lse float32 (batch, heads, seqlen_q), packed (heads, total_q)."""
     offsets = (inputs.cu_seqlens_q, inputs.cu_seqlens_k, inputs.cu_seqlens_k)
-    blocks = []
+    values, factors = [], []
     for kind, t, cu_seqlens in zip(KINDS, inputs[:3], offsets):
         if problem.is_in_blocks:
-            given = getattr(inputs, f"{kind}_blocks"), getattr(inputs, f"{kind}_scale")
+            blocks, scale = getattr(inputs, f"{kind}_blocks"), getattr(inputs, f"{kind}_scale")
         else:
             rounded = round_tensor(problem, kind, t, cu_seqlens)
-            given = rounded.blocks, rounded.scale
-        blocks.append(Blocks(*(x.contiguous() for x in given)))
-    return attend(problem, inputs, *blocks)
-
-
-def attend(
-    problem: AttentionProblem, inputs: Inputs, q: Blocks, k: Blocks, v: Blocks
-) -> tuple[Tensor, Tensor]:
-    """out and lse of tensors in blocks."""
+            blocks, scale = rounded.blocks, rounded.scale
+        values.append(blocks.contiguous())
+        factors.append(scale.contiguous())
     query = inputs.query
     rows = query.shape[:-2]
     out = query.new_empty((*query.shape[:-1], problem.head_dim_v), dtype=problem.dtype)
@@ -49,9 +35,8 @@ def attend(
     lse = torch.empty(stat_shape, dtype=torch.float32, device=query.device)
     cfg = forward_config(problem)
     sinks = None if inputs.sinks is None else inputs.sinks.contiguous()
-    cu_seqlens = (inputs.cu_seqlens_q, inputs.cu_seqlens_k)
-    ordered = host.order_sequences(problem, *cu_seqlens, cfg.BLOCK_M)
-    tensors = (q.values, k.values, v.values, q.factors, k.factors, v.factors, sinks, *cu_seqlens)
+    ordered = host.order_sequences(problem, *offsets[:2], cfg.BLOCK_M)
+    tensors = (*values, *factors, sinks, *offsets[:2])
     fresh = (out, lse, *ordered, host.scheduler_counter(out.device))
     run(_forward_launch, problem, tensors, cfg, out.shape[0], fresh=fresh)  # blocks do not say how many rows
     return out, lse
@@ -71,15 +56,16 @@ def _with_dense_rows(t: Tensor) -> Tensor:
     return t if t.stride(-1) == 1 or t.shape[-1] == 1 else t.contiguous()
 
 
-def _empty_blocks(t: Tensor, cu_seqlens: Tensor | None, dtype: torch.dtype, is_value: bool) -> Blocks:
+def _empty_blocks(
+    t: Tensor, cu_seqlens: Tensor | None, dtype: torch.dtype, is_value: bool
+) -> tuple[Tensor, Tensor]:
+    """Blocks, of V transposed, and their factors: see `core.quantized.Quantized`."""
     heads, dim = t.shape[-2:]
     blocks = num_blocks(t.shape, cu_seqlens)
     width = fp8.padded_dim(dim)
     shape = (heads, blocks, width, fp8.BLOCK_ROWS) if is_value else (heads, blocks, fp8.BLOCK_ROWS, width)
-    return Blocks(
-        torch.empty(shape, dtype=dtype, device=t.device),
-        torch.empty((heads, blocks), dtype=torch.float32, device=t.device),
-    )
+    factors = torch.empty((heads, blocks), dtype=torch.float32, device=t.device)
+    return torch.empty(shape, dtype=dtype, device=t.device), factors
 
 
 @kept_on_device(64)
