@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.compiler import is_compiling
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_map_only  # noqa: F401
 
 # The public `torch.compiler.disable` imports the compiler, and Triton with it, where it decorates.
@@ -94,6 +93,19 @@ def base_and_version(t: Tensor) -> tuple[Tensor, int]:
     return t if t._base is None else t._base, t._version
 
 
+try:
+    from torch.multiprocessing.reductions import StorageWeakRef
+except ImportError:  # memory that was freed and used again then passes for the same
+
+    class StorageWeakRef:  # type: ignore[no-redef]
+        """Of no storage: as if all were one."""
+
+        cdata = 0
+
+        def __init__(self, storage: Any) -> None:
+            pass
+
+
 def storage_reference(t: Tensor) -> Any:
     """A reference to t's storage that keeps its number from being another's, but not its memory."""
     return StorageWeakRef(t.untyped_storage())
@@ -101,7 +113,7 @@ def storage_reference(t: Tensor) -> Any:
 
 def has_storage(t: Tensor, reference: Any) -> bool:
     """Whether that is t's storage still, which `t.data = other` changes and t's version does not tell."""
-    return bool(reference.cdata == t.untyped_storage()._cdata)
+    return reference.cdata in (0, t.untyped_storage()._cdata)
 
 
 def raw_stream(device: torch.device) -> int:
