@@ -182,13 +182,10 @@ class _Printer:
         """A root as large as the tile."""
         zero = "(i * 0 + j * 0)"
         constant = self.graph.value(root)
+        if kind == BOOL and constant is None:
+            return f"(({zero} == 0) & {self.operand(root, kind)})"
         if kind == BOOL:
-            yes = f"({zero} == 0)"
-            return (
-                (yes if constant else f"({zero} != 0)")
-                if constant is not None
-                else (f"({yes} & {self.operand(root, kind)})")
-            )
+            return f"({zero} == 0)" if constant else f"({zero} != 0)"
         return f"({zero}.to(tl.float32) + {self.operand(root, kind)})"
 
     def operand(self, n: int, kind: str, bits: int = 64) -> str:
@@ -225,7 +222,7 @@ class _Printer:
         found = self._operation(n, args)
         if node.kind == INT and bits == 64 and n not in self.wide:
             return f"({found}).to(tl.int32)"
-        return f"({found}).to(tl.int64)" if n in self.wide and node.op != "load" else found
+        return f"({found}).to(tl.int64)" if n in self.wide else found
 
     def _operation(self, n: int, args: list[str]) -> str:
         node = self.graph.nodes[n]

@@ -130,34 +130,27 @@ def append_kernel(
     if IS_EARLY:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()  # until what the kernel before wrote can be read
-    where = Where(slots, positions, lengths, page_table, errors, entries)
+    where = Where(
+        slots, positions, lengths, page_table, errors, cos, sin, new_tokens, entries, rows, table_rows, pages
+    )
     held = 0
     if lengths is not None and new_lengths is not None:
         held = tl.load(lengths + b)
     count = tl.where(held < 0, 0, new_tokens)  # a wrong length stays one
     if IS_WHOLE:
         move_token(
-            q, k, v, q_out, k_out, v_out, where, cos, sin, b, rows, table_rows, pages,
+            q, k, v, q_out, k_out, v_out, where, b,
             Q_BLOCKS, K_BLOCKS, V_BLOCKS, BLOCK_D, ROTARY_DIM, IS_INTERLEAVED,
         )  # fmt: skip
     elif block < K_BLOCKS:
-        move(
-            k, k_out, where, cos, sin, b, n, block, new_tokens, rows, table_rows, pages,
-            BLOCK_D, ROTARY_DIM, IS_INTERLEAVED,
-        )  # fmt: skip
+        move(k, k_out, where, b, n, block, True, BLOCK_D, ROTARY_DIM, IS_INTERLEAVED)
     elif block < K_BLOCKS + V_BLOCKS:
         if v is not None:
-            move(
-                v, v_out, where, cos, sin, b, n, block - K_BLOCKS, new_tokens, rows, table_rows, pages,
-                BLOCK_D, 0, IS_INTERLEAVED,
-            )  # fmt: skip
+            move(v, v_out, where, b, n, block - K_BLOCKS, True, BLOCK_D, 0, IS_INTERLEAVED)
     else:
         if q is not None:
             block -= K_BLOCKS + V_BLOCKS
-            tile = load_heads(q, b, n, block, BLOCK_D)
-            _, position = find(where, b, n, new_tokens, rows, table_rows, pages)
-            x = rotate(tile, q, b, n, block, cos, sin, position, BLOCK_D, ROTARY_DIM, IS_INTERLEAVED)
-            store_heads(q_out, b, n, block, x, BLOCK_D)
+            move(q, q_out, where, b, n, block, False, BLOCK_D, ROTARY_DIM, IS_INTERLEAVED)
     if lengths is not None and new_lengths is not None:
         if arrivals is not None:
             tl.debug_barrier()  # all threads have read the length that is to change
@@ -172,32 +165,44 @@ def append_kernel(
 
 
 class Where(NamedTuple):
-    """What tells a token's slot and position: `Tokens`, in a kernel."""
+    """What tells a token's slot and position: `Tokens`, in a kernel; and the tables of its rotation."""
 
     slots: tl.tensor
     positions: tl.tensor
     lengths: tl.tensor
     page_table: tl.tensor
     errors: tl.tensor
+    cos: tl.tensor
+    sin: tl.tensor
+    new_tokens: tl.tensor
     entries: tl.tensor
+    rows: tl.tensor  # of an entry
+    table_rows: tl.tensor
+    pages: tl.tensor
 
 
 @triton.jit
 def move(
-    x, out, where, cos, sin, b, n, block, new_tokens, rows, table_rows, pages,
-    BLOCK_D: tl.constexpr, ROTARY_DIM: tl.constexpr, IS_INTERLEAVED: tl.constexpr,
+    x, out, where, b, n, block,
+    TO_STORAGE: tl.constexpr, BLOCK_D: tl.constexpr, ROTARY_DIM: tl.constexpr, IS_INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
-    """Heads of one token into the storage. Nothing waits for the length before their loads have started."""
+    """Heads of one token into the storage, or queries to their like.
+
+    Nothing waits for the length before their loads have started.
+    """
     tile = load_heads(x, b, n, block, BLOCK_D)
-    slot, position = find(where, b, n, new_tokens, rows, table_rows, pages)
-    tile = rotate(tile, x, b, n, block, cos, sin, position, BLOCK_D, ROTARY_DIM, IS_INTERLEAVED)
-    if slot >= 0:
-        store_heads(out, slot, 0, block, tile, BLOCK_D)
+    slot, position = find(where, b, n)
+    tile = rotate(tile, x, b, n, block, where, position, BLOCK_D, ROTARY_DIM, IS_INTERLEAVED)
+    if TO_STORAGE:
+        if slot >= 0:
+            store_heads(out, slot, 0, block, tile, BLOCK_D)
+    else:
+        store_heads(out, b, n, block, tile, BLOCK_D)
 
 
 @triton.jit
 def move_token(
-    q, k, v, q_out, k_out, v_out, where, cos, sin, b, rows, table_rows, pages,
+    q, k, v, q_out, k_out, v_out, where, b,
     Q_BLOCKS: tl.constexpr, K_BLOCKS: tl.constexpr, V_BLOCKS: tl.constexpr, BLOCK_D: tl.constexpr,
     ROTARY_DIM: tl.constexpr, IS_INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
@@ -205,9 +210,9 @@ def move_token(
     keys = load_blocks(k, b, K_BLOCKS, BLOCK_D)
     values = load_blocks(v, b, V_BLOCKS, BLOCK_D)
     queries = load_blocks(q, b, Q_BLOCKS, BLOCK_D)
-    slot, position = find(where, b, 0, 1, rows, table_rows, pages)
-    keys = turn_blocks(keys, k, b, cos, sin, position, K_BLOCKS, BLOCK_D, ROTARY_DIM, IS_INTERLEAVED)
-    queries = turn_blocks(queries, q, b, cos, sin, position, Q_BLOCKS, BLOCK_D, ROTARY_DIM, IS_INTERLEAVED)
+    slot, position = find(where, b, 0)
+    keys = turn_blocks(keys, k, b, where, position, K_BLOCKS, BLOCK_D, ROTARY_DIM, IS_INTERLEAVED)
+    queries = turn_blocks(queries, q, b, where, position, Q_BLOCKS, BLOCK_D, ROTARY_DIM, IS_INTERLEAVED)
     if slot >= 0:
         for block in tl.static_range(K_BLOCKS):
             store_heads(k_out, slot, 0, block, keys[block], BLOCK_D)
@@ -228,20 +233,18 @@ def load_blocks(x, b, BLOCKS: tl.constexpr, BLOCK_D: tl.constexpr):
 
 @triton.jit
 def turn_blocks(
-    tiles, x, b, cos, sin, position,
+    tiles, x, b, where, position,
     BLOCKS: tl.constexpr, BLOCK_D: tl.constexpr, ROTARY_DIM: tl.constexpr, IS_INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
     rotated = ()
     for block in tl.static_range(BLOCKS):
-        x_rotated = rotate(
-            tiles[block], x, b, 0, block, cos, sin, position, BLOCK_D, ROTARY_DIM, IS_INTERLEAVED
-        )
-        rotated = rotated + (x_rotated,)  # type: ignore[assignment] # noqa: RUF005
+        tile = rotate(tiles[block], x, b, 0, block, where, position, BLOCK_D, ROTARY_DIM, IS_INTERLEAVED)
+        rotated = rotated + (tile,)  # type: ignore[assignment] # noqa: RUF005
     return rotated
 
 
 @triton.jit
-def find(where, b, n, new_tokens, rows, table_rows, pages):
+def find(where, b, n):
     """(row of the storage or -1, position in the rotary tables) of token n of sequence b.
 
     -1 for padding, and where a length or a page leads outside of the storage, which is reported.
@@ -249,26 +252,26 @@ def find(where, b, n, new_tokens, rows, table_rows, pages):
     if where.lengths is not None:
         held = tl.load(where.lengths + b).to(tl.int64)
         position = held + n
-        fits = (held >= 0) & (position < rows)
+        fits = (held >= 0) & (position < where.rows)
         entry = b
         if where.page_table is not None:
-            fits = (held >= 0) & (position < pages.to(tl.int64) * rows)
-            at = tl.where(fits, position // rows, 0)
-            entry = tl.load(where.page_table + b * pages + at, mask=fits, other=0).to(tl.int64)
+            fits = (held >= 0) & (position < where.pages.to(tl.int64) * where.rows)
+            at = tl.where(fits, position // where.rows, 0)
+            entry = tl.load(where.page_table + b * where.pages + at, mask=fits, other=0).to(tl.int64)
         if not fits:
             tl.store(where.errors + LENGTH_FLAG, 1)
         is_entry = (entry >= 0) & (entry < where.entries)
         if not is_entry:
             tl.store(where.errors + PAGE_FLAG, 1)
-        slot = tl.where(fits & is_entry, entry * rows + position % rows, -1)
+        slot = tl.where(fits & is_entry, entry * where.rows + position % where.rows, -1)
     else:
-        token = b * new_tokens + n
+        token = b * where.new_tokens + n
         position = tl.load(where.positions + token)
         slot = tl.load(where.slots + token).to(tl.int64)
-        if (slot < -1) | (slot >= where.entries.to(tl.int64) * rows):
+        if (slot < -1) | (slot >= where.entries.to(tl.int64) * where.rows):
             tl.store(where.errors + PAGE_FLAG, 1)
             slot = slot * 0 - 1
-    return slot, tl.minimum(tl.maximum(position, 0), table_rows - 1)  # padding has none
+    return slot, tl.minimum(tl.maximum(position, 0), where.table_rows - 1)  # padding has none
 
 
 @triton.jit
@@ -289,7 +292,7 @@ def load_heads(x, b, n, block, BLOCK_D: tl.constexpr):
 
 @triton.jit
 def rotate(
-    tile, x, b, n, block, cos, sin, position,
+    tile, x, b, n, block, where, position,
     BLOCK_D: tl.constexpr, ROTARY_DIM: tl.constexpr, IS_INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
     """The heads that were loaded, their first ROTARY_DIM coordinates rotated."""
@@ -309,8 +312,8 @@ def rotate(
         mask = exists[:, None] & ((column < x.dim) & is_rotated)[None, :]
         other = tl.load(ptrs[:, None] + partner[None, :], mask=mask, other=0.0)
         entry = position.to(tl.int64) * HALF + pair
-        c = tl.load(cos + entry, mask=is_rotated, other=1.0).to(tl.float32)
-        s = tl.load(sin + entry, mask=is_rotated, other=0.0).to(tl.float32)
+        c = tl.load(where.cos + entry, mask=is_rotated, other=1.0).to(tl.float32)
+        s = tl.load(where.sin + entry, mask=is_rotated, other=0.0).to(tl.float32)
         signed = tl.where(is_first, -s, s)
         rotated = tile.to(tl.float32) * c[None, :] + other.to(tl.float32) * signed[None, :]
         tile = rotated.to(tile.dtype)

@@ -131,7 +131,7 @@ def backward(
     given = _readable(known, dout, dlse)
     dbias, dcaptured = unshared_dbias(problem, inputs), _new_dcaptured(problem, inputs)
     results = Results(*given, *new_statistics(problem, given[1]), dq, dk, dv, dbias, dcaptured)
-    steps = _steps(problem, inputs, results, tiles, functions, given_inputs)
+    steps = backward_steps(problem, inputs, results, tiles, functions, given_inputs)
     run_steps(problem, steps)
     if problem.bias_needs_grad and dbias is None:
         dbias = shared_dbias(problem, inputs, results, tiles.get("dbias"), functions)
@@ -173,22 +173,6 @@ def _readable(
     return with_dense_rows(out), lse.contiguous(), residual, with_dense_rows(dout), dlse
 
 
-def plain_backward_steps(
-    problem: AttentionProblem, inputs: Inputs, given: Sequence[Tensor], new: Sequence[Tensor]
-) -> list[Step]:
-    """The launches of a backward that gives dq, dk and dv alone.
-
-    Args:
-        inputs: as `launchable` gives them.
-        given: out, lse, residual, dout.
-        new: dq, dk, dv, shift, low and delta.
-    """
-    out, lse, residual, dout = given
-    dq, dk, dv, shift, low, delta = new
-    results = Results(out, lse, residual, dout, None, shift, low, delta, None, dq, dk, dv)
-    return _steps(problem, inputs, results, {})
-
-
 def new_statistics(problem: AttentionProblem, lse: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """shift, low and delta, and the summands of dsinks."""
     *heads, rows = padded_rows(problem, lse.shape)
@@ -203,7 +187,7 @@ def padded_rows(problem: AttentionProblem, shape: Sequence[int]) -> tuple[int, .
     return (*heads, blocks * STAT_ROWS)
 
 
-def _steps(
+def backward_steps(
     problem: AttentionProblem,
     inputs: Inputs,
     results: Results,
@@ -213,7 +197,9 @@ def _steps(
 ) -> list[Step]:
     """The launches of a backward but for the bias: row statistics, dk and dv, dq.
 
-    With functions, `given_inputs` are those that they are evaluated by.
+    Args:
+        inputs: as `launchable` gives them.
+        given_inputs: with functions, those that they are evaluated by.
     """
     given, device = (*inputs, *results[:GIVEN]), inputs.query.device
 

@@ -77,7 +77,9 @@ def _again_backward(problem: AttentionProblem, given: Given) -> Again | None:
         return None
 
     def steps(given: Given, new: Given) -> list[Step]:
-        return launch.plain_backward_steps(problem, Inputs(*given[:3], *new[6:]), given[3:7], new[:6])
+        dq, dk, dv, shift, low, delta, *others = new
+        results = call.Results(*given[3:7], None, shift, low, delta, None, dq, dk, dv)
+        return launch.backward_steps(problem, Inputs(*given[:3], *others), results, {})
 
     rows = launch.padded_rows(problem, lse.shape)
     return again_backward(
