@@ -162,18 +162,13 @@ def attn_bwd_dkdv_kernel(
             query_regions(j0, j1, seq, sizes, cfg.BLOCK_M), j1 == j0 + BLOCK_N, tile,
             tl.cdiv(seqlen_k, BLOCK_N), seqlen_q, seq, sizes, extras, cfg.BLOCK_M, cfg,
         )  # fmt: skip
-        for n in range(loops.full, loops.full_end, cfg.BLOCK_M):
-            i0 = tile_start(n, loops, extras.visits, cfg.BLOCK_M, False)
-            dk_acc, dv_acc = dkdv_step(
-                dk_acc, dv_acc, k_tile, v_tile, q, do, shift_ptr, low_ptr, delta_ptr, i0, j0, q_start,
-                seq, ragged, extras, sizes, factors, cfg, False, dk is not None, dv is not None,
-            )  # fmt: skip
-        for n in range(loops.edge, loops.edge_end, cfg.BLOCK_M):
-            i0 = tile_start(n, loops, extras.visits, cfg.BLOCK_M, True)
-            dk_acc, dv_acc = dkdv_step(
-                dk_acc, dv_acc, k_tile, v_tile, q, do, shift_ptr, low_ptr, delta_ptr, i0, j0, q_start,
-                seq, ragged, extras, sizes, factors, cfg, True, dk is not None, dv is not None,
-            )  # fmt: skip
+        for IS_EDGE in tl.static_range(2):  # full tiles, then those at an edge
+            for n in range(loops.starts[IS_EDGE], loops.ends[IS_EDGE], cfg.BLOCK_M):
+                i0 = tile_start(n, loops, extras.visits, cfg.BLOCK_M, IS_EDGE)
+                dk_acc, dv_acc = dkdv_step(
+                    dk_acc, dv_acc, k_tile, v_tile, q, do, shift_ptr, low_ptr, delta_ptr, i0, j0, q_start,
+                    seq, ragged, extras, sizes, factors, cfg, IS_EDGE, dk is not None, dv is not None,
+                )  # fmt: skip
     if IS_SECOND:
         wait_for_kernel_before(cfg)
     if dk is not None:
@@ -266,18 +261,13 @@ def attn_bwd_dq_kernel(
         key_regions(i0, i1, seq, sizes, cfg.BLOCK_N), i1 == i0 + BLOCK_M, i0 // BLOCK_M,
         tl.cdiv(seq.seqlen_q, BLOCK_M), seq.seqlen_k, seq, sizes, extras, cfg.BLOCK_N, cfg,
     )  # fmt: skip
-    for n in range(loops.full, loops.full_end, cfg.BLOCK_N):
-        j0 = tile_start(n, loops, extras.visits, cfg.BLOCK_N, False)
-        dq_acc = dq_step(
-            dq_acc, q_tile, do_tile, shift, low, delta, k, v, dbias, dcaptured, i0, j0, k_start,
-            seq, ragged, extras, sizes, factors, cfg, False,
-        )  # fmt: skip
-    for n in range(loops.edge, loops.edge_end, cfg.BLOCK_N):
-        j0 = tile_start(n, loops, extras.visits, cfg.BLOCK_N, True)
-        dq_acc = dq_step(
-            dq_acc, q_tile, do_tile, shift, low, delta, k, v, dbias, dcaptured, i0, j0, k_start,
-            seq, ragged, extras, sizes, factors, cfg, True,
-        )  # fmt: skip
+    for IS_EDGE in tl.static_range(2):  # full tiles, then those at an edge
+        for n in range(loops.starts[IS_EDGE], loops.ends[IS_EDGE], cfg.BLOCK_N):
+            j0 = tile_start(n, loops, extras.visits, cfg.BLOCK_N, IS_EDGE)
+            dq_acc = dq_step(
+                dq_acc, q_tile, do_tile, shift, low, delta, k, v, dbias, dcaptured, i0, j0, k_start,
+                seq, ragged, extras, sizes, factors, cfg, IS_EDGE,
+            )  # fmt: skip
     wait_for_kernel_before(cfg)
     dq_base = row_base(dq, seq.b, seq.h, q_start)
     store_tile(dq, dq_base, i0, seq.seqlen_q, scaled_tile(dq_acc, factors.scale), BLOCK_M, QK)

@@ -82,16 +82,12 @@ def attn_fwd_kernel(
         regions, i1 == i0 + BLOCK_M, i0 // BLOCK_M, tl.cdiv(seq.seqlen_q, BLOCK_M), seq.seqlen_k,
         seq, sizes, extras, BLOCK_N, cfg,
     )  # fmt: skip
-    for n in range(loops.full, loops.full_end, BLOCK_N):
-        j0 = tile_start(n, loops, extras.visits, BLOCK_N, False)
-        acc, m, l = forward_step(
-            acc, m, l, q_tile, k, v, i0, j0, k_start, seq, ragged, extras, sizes, factors, cfg, False
-        )
-    for n in range(loops.edge, loops.edge_end, BLOCK_N):
-        j0 = tile_start(n, loops, extras.visits, BLOCK_N, True)
-        acc, m, l = forward_step(
-            acc, m, l, q_tile, k, v, i0, j0, k_start, seq, ragged, extras, sizes, factors, cfg, True
-        )
+    for IS_EDGE in tl.static_range(2):  # full tiles, then those at an edge
+        for n in range(loops.starts[IS_EDGE], loops.ends[IS_EDGE], BLOCK_N):
+            j0 = tile_start(n, loops, extras.visits, BLOCK_N, IS_EDGE)
+            acc, m, l = forward_step(
+                acc, m, l, q_tile, k, v, i0, j0, k_start, seq, ragged, extras, sizes, factors, cfg, IS_EDGE
+            )
 
     if ragged.errors is not None:
         l += length_poison(seq.b, sizes, ragged)

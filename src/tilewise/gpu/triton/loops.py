@@ -45,15 +45,14 @@ def regions(first, end, length, offset, before, after, BLOCK: tl.constexpr):
 
 
 class Loops(NamedTuple):
-    """The ranges of a program's two loops; `tile_start` says which tile is at a number n in them.
+    """The ranges of a program's two loops, over full tiles and over those at an edge.
 
-    The second counts as if the full tiles were not there. With `Visits` both count in the list of tiles.
+    `tile_start` says which tile is at a number n. The second loop counts as if the full tiles were not there.
+    With `Visits` both count in the list of tiles.
     """
 
-    full: Any
-    full_end: Any
-    edge: Any
-    edge_end: Any
+    starts: tuple[Any, Any]
+    ends: tuple[Any, Any]
     list_start: Any  # in `visits.order`
 
 
@@ -76,13 +75,13 @@ def tile_loops(
         at = at.to(tl.int64)
         full = tl.load(visits.counts + 2 * at) * visits.factor * BLOCK
         end = tl.load(visits.counts + 2 * at + 1) * visits.factor * BLOCK
-        return Loops(full * 0, full, full, end, at * tl.cdiv(tl.cdiv(length, BLOCK), visits.factor))
+        return Loops((full * 0, full), (full, end), at * tl.cdiv(tl.cdiv(length, BLOCK), visits.factor))
     else:
         if cfg.MASK is not None:
             full_hi = full_lo
         if extras.mask is not None or extras.bias is not None:
             full_hi = tl.where(is_whole, full_hi, full_lo)
-        return Loops(full_lo, full_hi, lo, hi - (full_hi - full_lo), lo)
+        return Loops((full_lo, lo), (full_hi, hi - (full_hi - full_lo)), lo)
 
 
 @triton.jit
@@ -93,5 +92,5 @@ def tile_start(n, loops, visits, BLOCK: tl.constexpr, IS_EDGE: tl.constexpr):
         run = tl.load(visits.order + loops.list_start + n // visits.factor)
         n = (run * visits.factor + n % visits.factor) * BLOCK
     elif IS_EDGE:
-        n = tl.where(n < loops.full, n, n + (loops.full_end - loops.full))
+        n = tl.where(n < loops.starts[0], n, n + (loops.ends[0] - loops.starts[0]))
     return n

@@ -78,7 +78,8 @@ def _again_backward(problem: AttentionProblem, given: Given) -> Again | None:
 
     def steps(given: Given, new: Given) -> list[Step]:
         dq, dk, dv, shift, low, delta, *others = new
-        results = call.Results(*given[3:7], None, shift, low, delta, None, dq, dk, dv)
+        out, lse, residual, dout = given[3:7]
+        results = call.Results(out, lse, residual, dout, None, shift, low, delta, None, dq, dk, dv)
         return launch.backward_steps(problem, Inputs(*given[:3], *others), results, {})
 
     rows = launch.padded_rows(problem, lse.shape)

@@ -89,27 +89,32 @@ def attn_row_statistics_kernel(
     entropy = tl.zeros((BLOCK_M,), tl.float32)  # in bits until the end
     distance = tl.zeros((BLOCK_M,), tl.float32)
     if extras.sinks is not None:
-        p, log2_p = sink_weight(extras.sinks, seq.h, lse, residual)
-        total += p
-        entropy -= tl.where(total > 0.0, total * log2_p, 0.0)
+        p_sink, log2_p_sink = sink_weight(extras.sinks, seq.h, lse, residual)
+        total += p_sink
+        entropy -= tl.where(total > 0.0, total * log2_p_sink, 0.0)
 
     i1 = tl.minimum(i0 + BLOCK_M, seq.seqlen_q)
     loops = tile_loops(
         key_regions(i0, i1, seq, sizes, BLOCK_N), i1 == i0 + BLOCK_M, 0, 0, 0,
         seq, sizes, extras, BLOCK_N, cfg,
     )  # fmt: skip
-    for n in range(loops.full, loops.full_end, BLOCK_N):
-        j0 = tile_start(n, loops, extras.visits, BLOCK_N, False)
-        row_max, total, entropy, distance = row_step(
-            row_max, total, entropy, distance, q_tile, k, shift, low, i0, j0, k_start,
-            seq, ragged, extras, sizes, factors, cfg, False, HAS_ENTROPY, HAS_DISTANCE,
-        )  # fmt: skip
-    for n in range(loops.edge, loops.edge_end, BLOCK_N):
-        j0 = tile_start(n, loops, extras.visits, BLOCK_N, True)
-        row_max, total, entropy, distance = row_step(
-            row_max, total, entropy, distance, q_tile, k, shift, low, i0, j0, k_start,
-            seq, ragged, extras, sizes, factors, cfg, True, HAS_ENTROPY, HAS_DISTANCE,
-        )  # fmt: skip
+    for IS_EDGE in tl.static_range(2):  # full tiles, then those at an edge
+        for n in range(loops.starts[IS_EDGE], loops.ends[IS_EDGE], BLOCK_N):
+            j0 = tile_start(n, loops, extras.visits, BLOCK_N, IS_EDGE)
+            k_tile = load_keys(k, j0, k_start, seq, ragged, sizes, cfg, QK, IS_EDGE)
+            j = (j0 + tl.arange(0, BLOCK_N))[None, :]
+            s = tile_scores(
+                q_tile, k_tile, i[:, None], j, seq, extras, sizes, factors, cfg, IS_EDGE
+            )  # [BLOCK_M, BLOCK_N]
+            row_max = tl.maximum(row_max, tl.max(s, 1))
+            if HAS_ENTROPY or HAS_DISTANCE:
+                log2_p = (s - shift[:, None]) * log2_unit(factors, cfg) - low[:, None]
+                p = tl.exp2(log2_p)
+                total += tl.sum(p, 1)
+                if HAS_ENTROPY:
+                    entropy -= tl.sum(tl.where(p > 0.0, p * log2_p, 0.0), 1)
+                if HAS_DISTANCE:
+                    distance += tl.sum(p * tl.abs(i[:, None] + seq.offset - j).to(tl.float32), 1)
 
     total = tl.where(total == 0.0, 1.0, total)
     if row_max_ptr is not None:
@@ -120,30 +125,6 @@ def attn_row_statistics_kernel(
         tl.store(entropy_ptr + at, (entropy / total + tl.log2(total)) * LN2, mask=exists)
     if HAS_DISTANCE:
         tl.store(distance_ptr + at, distance / total, mask=exists)
-
-
-@triton.jit
-def row_step(
-    row_max, total, entropy, distance, q_tile, k, shift, low, i0, j0, k_start,
-    seq, ragged, extras, sizes, factors,
-    cfg: tl.constexpr, IS_EDGE: tl.constexpr, HAS_ENTROPY: tl.constexpr, HAS_DISTANCE: tl.constexpr,
-):  # fmt: skip
-    """Take the keys [j0, j0 + BLOCK_N) into a tile's sums."""
-    QK: tl.constexpr = cfg.QK
-    k_tile = load_keys(k, j0, k_start, seq, ragged, sizes, cfg, QK, IS_EDGE)
-    i = (i0 + tl.arange(0, cfg.BLOCK_M))[:, None]
-    j = (j0 + tl.arange(0, cfg.BLOCK_N))[None, :]
-    s = tile_scores(q_tile, k_tile, i, j, seq, extras, sizes, factors, cfg, IS_EDGE)  # [BLOCK_M, BLOCK_N]
-    row_max = tl.maximum(row_max, tl.max(s, 1))
-    if HAS_ENTROPY or HAS_DISTANCE:
-        log2_p = (s - shift[:, None]) * log2_unit(factors, cfg) - low[:, None]
-        p = tl.exp2(log2_p)
-        total += tl.sum(p, 1)
-        if HAS_ENTROPY:
-            entropy -= tl.sum(tl.where(p > 0.0, p * log2_p, 0.0), 1)
-        if HAS_DISTANCE:
-            distance += tl.sum(p * tl.abs(i + seq.offset - j).to(tl.float32), 1)
-    return row_max, total, entropy, distance
 
 
 @triton.jit(do_not_specialize=(*Sizes._fields, "last_rows"))
@@ -197,39 +178,21 @@ def attn_column_sum_kernel(
             (lo, full_lo, tl.maximum(full_hi, full_lo), hi), j1 == j0 + BLOCK_N, 0, 0, 0,
             seq, sizes, extras, BLOCK_M, cfg,
         )  # fmt: skip
-        for n in range(loops.full, loops.full_end, BLOCK_M):
-            i0 = tile_start(n, loops, extras.visits, BLOCK_M, False)
-            sums = column_step(
-                sums, k_tile, q, lse_ptr, residual_ptr, i0, j0, q_start, first_row,
-                seq, ragged, extras, sizes, factors, cfg, False,
-            )  # fmt: skip
-        for n in range(loops.edge, loops.edge_end, BLOCK_M):
-            i0 = tile_start(n, loops, extras.visits, BLOCK_M, True)
-            sums = column_step(
-                sums, k_tile, q, lse_ptr, residual_ptr, i0, j0, q_start, first_row,
-                seq, ragged, extras, sizes, factors, cfg, True,
-            )  # fmt: skip
+        for IS_EDGE in tl.static_range(2):  # full tiles, then those at an edge
+            for n in range(loops.starts[IS_EDGE], loops.ends[IS_EDGE], BLOCK_M):
+                i0 = tile_start(n, loops, extras.visits, BLOCK_M, IS_EDGE)
+                q_tile = load_source(q, b, h, q_start, i0, seqlen_q, BLOCK_M, QK, IS_EDGE)
+                i = i0 + tl.arange(0, BLOCK_M)
+                at = stat_start(b, h, q_start, sizes, ragged) + i
+                counts = (i >= first_row) & (i < seqlen_q)
+                lse, residual = load_lse(lse_ptr, residual_ptr, at, counts, BLOCK_M)
+                shift, low = softmax_stats(lse, residual, factors, cfg)
+                s = tile_scores(
+                    k_tile, q_tile, i[None, :], j[:, None], seq, extras, sizes, factors, cfg, IS_EDGE
+                )  # [BLOCK_N, BLOCK_M]
+                sums += tl.sum(exponentials(s, shift[None, :], low[None, :], factors, cfg), 1)
         if not IS_OF_GROUP:
             tl.store(target + h.to(tl.int64) * column_head, sums, mask=j < seqlen_k)
             sums = tl.zeros((BLOCK_N,), tl.float32)
     if IS_OF_GROUP:
         tl.store(target + kv_head.to(tl.int64) * column_head, sums, mask=j < seqlen_k)
-
-
-@triton.jit
-def column_step(
-    sums, k_tile, q, lse_ptr, residual_ptr, i0, j0, q_start, first_row,
-    seq, ragged, extras, sizes, factors, cfg: tl.constexpr, IS_EDGE: tl.constexpr,
-):  # fmt: skip
-    """Add the weights of queries [i0, i0 + BLOCK_M). Tiles here are [BLOCK_N keys, BLOCK_M queries]."""
-    QK: tl.constexpr = cfg.QK
-    q_tile = load_source(q, seq.b, seq.h, q_start, i0, seq.seqlen_q, cfg.BLOCK_M, QK, IS_EDGE)
-    row = i0 + tl.arange(0, cfg.BLOCK_M)
-    i = row[None, :]
-    j = (j0 + tl.arange(0, cfg.BLOCK_N))[:, None]
-    at = stat_start(seq.b, seq.h, q_start, sizes, ragged) + row
-    counts = (row >= first_row) & (row < seq.seqlen_q)
-    lse, residual = load_lse(lse_ptr, residual_ptr, at, counts, cfg.BLOCK_M)
-    shift, low = softmax_stats(lse, residual, factors, cfg)
-    s = tile_scores(k_tile, q_tile, i, j, seq, extras, sizes, factors, cfg, IS_EDGE)  # [BLOCK_N, BLOCK_M]
-    return sums + tl.sum(exponentials(s, shift[None, :], low[None, :], factors, cfg), 1)
