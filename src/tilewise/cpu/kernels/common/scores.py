@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from tilewise.cpu.dsl.control import either, loop, when
-from tilewise.cpu.dsl.lanes import any_lane, fold_sums, transpose
+from tilewise.cpu.dsl.lanes import any_lane, fold_sums
 from tilewise.cpu.dsl.memory import Ptr, Rows, prefetch_row
 from tilewise.cpu.dsl.numerics import tanh
 from tilewise.cpu.dsl.vector import (
@@ -27,7 +27,16 @@ from tilewise.cpu.dsl.vector import (
     to_float,
 )
 from tilewise.cpu.kernels.common.functions import KernelFunctions
-from tilewise.cpu.kernels.common.tiles import INF, Grid, Head, Scratch, Shape, column_chunks, transpose_rows
+from tilewise.cpu.kernels.common.tiles import (
+    INF,
+    Grid,
+    Head,
+    Scratch,
+    Shape,
+    column_chunks,
+    round_up,
+    transpose_rows,
+)
 
 BYTES_AT_ONCE = 32  # of a mask
 
@@ -81,25 +90,17 @@ class Scores:
 
     def _turn(self, area: Rows, source: Callable[[Scalar], Ptr], step: Value, n_q: Value, n: Value) -> None:
         """area[j, i] = source(i)[j step]; a step is 1, or 0 where all keys have the same number."""
-        shape, rows = self.shape, self.by_query
+        shape, rows, lanes = self.shape, self.by_query, self.shape.lanes
         assert rows is not None
-        lanes = shape.lanes
-        with either((n < shape.block_k) | step.equals(0)) as (part, whole):
-            with part:
-                for i in loop(0, shape.block_q):
-                    row = source(minimum(i, n_q - 1))
-                    for j in loop(0, n):
-                        rows[i, j].store(as_kind(row[j * step].load(), shape.kind))
-                transpose_rows(shape, area, rows, shape.block_q, shape.block_k)
-            with whole:
-                for i in loop(0, shape.block_q, lanes):
-                    first = [source(minimum(i + r, n_q - 1)) for r in range(lanes)]
-                    for row in first:  # rows lie far apart: nothing else asks for their next keys
-                        prefetch_row(row[shape.block_k], shape.block_k)
-                    for j in loop(0, shape.block_k, lanes):
-                        square = transpose([as_kind(row[j].load(lanes), shape.kind) for row in first])
-                        for r, column in enumerate(square):
-                            area.at(j, i)[r, 0].store(column)
+        vectors_end = (n & -lanes) * step
+        for i in loop(0, shape.block_q):
+            row = source(minimum(i, n_q - 1))
+            prefetch_row(row[step * shape.block_k], shape.block_k)  # rows lie far apart: nothing else does
+            for j in loop(0, vectors_end, lanes):
+                rows[i, j].store(as_kind(row[j].load(lanes), shape.kind))
+            for j in loop(vectors_end, n):
+                rows[i, j].store(as_kind(row[j * step].load(), shape.kind))
+        transpose_rows(shape, area, rows, shape.block_q, round_up(n, lanes))
 
     def add_gradient(self, head: Head, ds_t: Rows, q0: Value, j0: Value, begin: Scalar, end: Value) -> None:
         """dbias[q0:, j0 + begin : j0 + end] = ds, transposed back; += where others share the row."""
