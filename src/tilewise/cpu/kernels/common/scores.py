@@ -33,7 +33,6 @@ from tilewise.cpu.kernels.common.tiles import (
     Head,
     Scratch,
     Shape,
-    column_chunks,
     round_up,
     transpose_rows,
 )
@@ -122,14 +121,12 @@ class Scores:
                     self._put_row(row, rows.at(i, 0), begin, end, put)
 
     def _put_row(self, row: Ptr, terms: Rows, begin: Scalar, end: Value, put: Callable[..., None]) -> None:
-        shape = self.shape
-        with either(end - begin < shape.block_k) as (part, whole):
-            with part:
-                for j in loop(begin, end):
-                    put(row[j], terms[0, j], None)
-            with whole:
-                for c, width in column_chunks(0, shape.block_k, shape.lanes):
-                    put(row[c], terms[0, c], width)
+        lanes = self.shape.lanes
+        vectors_end = maximum(begin, begin + ((end - begin) & -lanes))
+        for j in loop(begin, vectors_end, lanes):
+            put(row[j], terms[0, j], lanes)
+        for j in loop(vectors_end, end):
+            put(row[j], terms[0, j], None)
 
     @property
     def may_hide_tiles(self) -> bool:
