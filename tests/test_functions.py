@@ -57,7 +57,8 @@ def test_slopes_at_bounds_are_pytorchs(backend):
 
     def score_mod(s, b, h, i, j):
         return (
-            torch.relu(s) + s.clamp(0, 3) + s.clamp(max=0) + s * torch.sigmoid(s * 900)
+            torch.relu(s) + s.clamp(0, 3) + s.clamp(max=0) + s.clamp(min=zeros[h])
+            + s * torch.sigmoid(s * 900)
             + s * (torch.relu(zeros[h]) + zeros[h].clamp(0, 1) + torch.sigmoid(far[h]))
         )  # fmt: skip
 

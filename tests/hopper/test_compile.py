@@ -18,7 +18,7 @@ EXTRA_SPILL_BYTES = {
     "guarded": 3400,  # two numbers of each score, by 64-bit addresses, in flight together
     "score": 160,
     "inlined": 96,
-    "distances_d128_dropout": 400,  # with a mask and a softcap
+    "distances_d128_dropout": 432,  # with a mask and a softcap: 420 with Triton 3.6, 388 with 3.9
     "watched": 96,
     "softcap": 320,
     "d256": 320,
@@ -53,7 +53,7 @@ def test_decoding_fits_and_hardly_spills(compiled_by: Compiler):
     rows = compiled_by("compile_decode.py", draw=1)
     assert rows
     for row in rows:
-        assert row["spill_bytes"] <= 64, row
+        assert row["spill_bytes"] <= 104, row  # 100 with Triton 3.8, of all options; else 52
         assert row["shared_bytes"] <= SHARED_BYTES, row
         assert (row["warpgroup_instructions"] > 0) == (row["kernel"] != "attn_decode_merge_kernel"), row
         if row["kernel"] == "attn_decode_mla_kernel":

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from tilewise.core.functions.expression import BOOL, FLOAT, FUNCTIONS, INT, Graph
 
+BOUNDS_HAVE_SLOPES = torch.__version__ >= "2.14"  # of a clamp, whose slope there was x's before
 _OWN = (os.path.dirname(__file__), os.path.dirname(torch.__file__))
 
 
@@ -223,14 +224,20 @@ def _where(r: Recorder, condition: Any, a: Any, b: Any) -> Proxy:
 
 
 def _clamp(r: Recorder, x: Any, min: Any = None, max: Any = None) -> Any:
-    """At a bound the slope is that of x, as PyTorch has it; of equal numbers `maximum` has half of each."""
+    """At a bound the slope is PyTorch's: that of x, from 2.14 on 0, or half where it is a tensor."""
     if min is not None:
-        is_float = FLOAT in (_proxy(r, x).kind, _proxy(r, min).kind)
-        x = r.add("where", r.add("lt", x, min), min, x) if is_float else r.add("maximum", x, min)
+        x = _bounded(r, x, min, "maximum")
     if max is not None:
-        is_float = FLOAT in (_proxy(r, x).kind, _proxy(r, max).kind)
-        x = r.add("where", r.add("lt", max, x), max, x) if is_float else r.add("minimum", x, max)
+        x = _bounded(r, x, max, "minimum")
     return x
+
+
+def _bounded(r: Recorder, x: Any, bound: Any, op: str) -> Proxy:
+    is_float = FLOAT in (_proxy(r, x).kind, _proxy(r, bound).kind)
+    if not is_float or (BOUNDS_HAVE_SLOPES and isinstance(bound, Proxy | Tensor)):
+        return r.add(op, x, bound)
+    low, high = (x, bound) if op == "maximum" else (bound, x)
+    return r.add("where", r.add("le" if BOUNDS_HAVE_SLOPES else "lt", low, high), bound, x)
 
 
 def _relu(r: Recorder, x: Any) -> Proxy:
