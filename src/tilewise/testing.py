@@ -182,11 +182,12 @@ def _larger(report: ErrorReport, other: ErrorReport) -> ErrorReport:
 def _allow_chance(
     reports: list[ErrorReport], found: dict[str, Tensor], magnitude: float, score: float
 ) -> list[ErrorReport]:
-    """Gradients of few elements share the largest budget among the gradients, at least two roundings of
-    `magnitude`, the size of the products that cancel in dS = P * (dP - delta): alone, a baseline of three
-    numbers is exact by luck as often as not. So do those of float64, which have no baseline. In a sum over
-    `rows` of dS, as dbias is, so many errors add up as their square root. lse may be off by a rounding of
-    `score`, the size of the products that cancel in it."""
+    """Gradients of few elements, or of few queries, whose errors go together, share the largest budget among
+    the gradients, at least two roundings of `magnitude`, the size of the products that cancel in
+    dS = P * (dP - delta): alone, a baseline of three numbers is exact by luck as often as not. So do those
+    of float64, which have no baseline. In a sum over `rows` of dS, as dbias is, so many errors add up as
+    their square root. lse may be off by a rounding of `score`, the size of the products that cancel in it.
+    """
     rounding, rows = _rounding(found["out"].dtype) * magnitude, found["out"][..., :1].numel()
     gradients = [r for r in reports if r.name.startswith("d")]
     largest = max([2 * rounding, *(r.max_budget for r in gradients)])
@@ -194,7 +195,7 @@ def _allow_chance(
     budgets = {
         name: max(largest, rounding * (rows / max(count, 1)) ** 0.5 / 2)
         for name, count in counts.items()
-        if count < FEW or found["out"].dtype == torch.float64
+        if min(count, found["out"].numel()) < FEW or found["out"].dtype == torch.float64
     }
     if found["out"].numel() < FEW:
         budgets["out"] = rounding

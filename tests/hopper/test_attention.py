@@ -41,7 +41,11 @@ def forward_reports(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> None:
     """The forward alone, by the project's rule."""
     run = tilewise.attention_varlen if "cu_seqlens_q" in options else tilewise.attention
     out, lse = run(q, k, v, return_lse=True, backend="hopper", **options)
-    exact, baseline = (reference.attention(q, k, v, dtype=t, **options) for t in (torch.float64, q.dtype))
+    batch = [(q, k, v)] if q.ndim == 3 else zip(*(t.split(1) for t in (q, k, v)), strict=True)
+    parts = [  # one of a batch at a time: N x N numbers of float64
+        [reference.attention(*one, dtype=t, **options) for t in (torch.float64, q.dtype)] for one in batch
+    ]
+    exact, baseline = (map(torch.cat, zip(*of_type, strict=True)) for of_type in zip(*parts, strict=True))
     for name, found, e, b in zip(("out", "lse"), (out, lse), exact, baseline, strict=True):
         report = compare(name, found, e, b)
         assert report.is_within, report
