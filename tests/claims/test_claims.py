@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 import torch
@@ -47,11 +48,11 @@ def test_8_bit_errors_shrink_and_results_are_exact():
 def test_a_training_step_has_the_loss_of_eager_attention(monkeypatch):
     pytest.importorskip("transformers")
     build = models._gpt2
-    monkeypatch.setattr(models, "_gpt2", lambda setting, seqlen, *layers: build(setting, seqlen, 1, 1))
+    monkeypatch.setattr(models, "_gpt2", lambda size, layers, seqlen: build(size, 1, seqlen))
     monkeypatch.setattr(models, "STEPS", 1)
     measured = CLAIMS["gpt2-step"].measure(CPU)
-    ours, eager = (float(part.split()[-1]) for part in measured.note.split(";")[1].split(","))
-    assert measured.value > 0.5 and ours == pytest.approx(eager, abs=2e-4)
+    first, last, apart = map(float, re.findall(r"loss ([\d.]+) to ([\d.]+) .* (\S+) away", measured.note)[0])
+    assert measured.value > 0.5 and apart <= 2e-4 and last < first
 
 
 def test_claims_of_a_gpu_are_not_measured_on_a_cpu():

@@ -14,7 +14,7 @@ from tilewise.core.plan import Results
 from tilewise.core.problem import Inputs, Options, describe
 from tilewise.testing import compare
 
-pytest.importorskip("triton")
+triton = pytest.importorskip("triton")
 
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 if not (IS_INTERPRETED or torch.cuda.is_available()):
@@ -25,6 +25,7 @@ from tilewise.gpu.triton import launch, launch_decode  # noqa: E402
 DEVICE = "cpu" if IS_INTERPRETED else "cuda"
 LOWEST = torch.finfo(torch.float32).min
 LONG, LONGER = (21, 37) if IS_INTERPRETED else (301, 458)
+ROUNDS_TWICE = IS_INTERPRETED and triton.__version__.startswith(("3.6", "3.7", "3.8"))
 FEW = (3, 260)  # queries and keys of the decoding kernels
 NAMES = ("query", "key", "value", "bias", "sinks")
 
@@ -89,6 +90,7 @@ def test_packed_sequences():
     assert not over_budget(inputs, causal=True)
 
 
+@pytest.mark.skipif(ROUNDS_TWICE, reason="Triton's interpreter has fused products from 3.9 on")
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("scale", [64.0, 2.0**20, -(2.0**30)])
 @pytest.mark.parametrize("lengths", [(LONG, LONGER), FEW], ids=str)

@@ -30,7 +30,7 @@ def _speed(task: str, setting: Setting) -> Measured:
         training = Training(dataclasses.replace(settings, attention=name))
         return lambda: float(training.step(batch))
 
-    value, note = faster(make, setting)
+    value, note = faster(make)
     documents = "2 documents of " if settings.what.documents == 2 else ""
     return Measured(
         value,
