@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("triton")
+triton = pytest.importorskip("triton")
 
 Row = dict[str, Any]
 Compiler = Callable[..., list[Row]]
@@ -19,7 +19,7 @@ EXTRA_SPILL_BYTES = {
     "score": 160,
     "inlined": 96,
     "distances_d128_dropout": 432,  # with a mask and a softcap: 420 with Triton 3.6, 388 with 3.9
-    "watched": 96,
+    "watched": 368 if triton.__version__.startswith("3.7") else 96,
     "softcap": 320,
     "d256": 320,
     "dropout": 96,
