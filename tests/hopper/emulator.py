@@ -197,6 +197,7 @@ class Shared:
         self.barriers = barriers
 
     shape = property(lambda self: list(self.data.shape))
+    numel = property(lambda self: self.data.numel())
     dtype = property(lambda self: self.data.dtype)
 
     def index(self, i: Any) -> Shared:

@@ -23,7 +23,7 @@ from tilewise.gpu.hopper.backward.scores import pinned, probabilities, score_gra
 from tilewise.gpu.hopper.common.channel import Ring, make_ring, make_tile_ring, make_tiles
 from tilewise.gpu.hopper.common.compat import (
     aggregate,
-    as_block,
+    as_blocks,
     fence_async_shared,
     gl,
     gluon,
@@ -225,12 +225,12 @@ def take_weight(dp, use, ch, cfg: gl.constexpr):
 def store_keys(chunks, desc, smem, work, cfg: gl.constexpr):
     """Store dK or dV of 64 keys, a descriptor's columns at a time, through a tile no longer needed."""
     WIDTH: gl.constexpr = desc.block_shape[-1]
+    tile = as_blocks(smem, smem.numel // (64 * WIDTH), desc).index(0)
     slices = chunks
     if chunks[0].shape[1] > WIDTH:
         slices = chunks[0].reshape([64, 2, WIDTH]).permute([0, 2, 1]).split()
     row_coords = coords(work.start_k, work.seqlen_k, work.row, work.head, work.batch, cfg.IS_PACKED)
     for i in gl.static_range(len(slices)):  # one after the other, all through the same tile
-        tile = as_block(smem, desc)
         tile.reshape([64, WIDTH]).store(slices[i].to(desc.dtype))
         fence_async_shared()  # the stores above are visible to the TMA copy
         store_tile(desc, row_coords[:-1] + (i * WIDTH,), tile)  # noqa: RUF005
