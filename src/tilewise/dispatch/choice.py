@@ -10,7 +10,6 @@ from types import ModuleType
 from tilewise.core.checks import shown
 from tilewise.core.problem import AttentionProblem
 from tilewise.dispatch.capability import BACKENDS, BACKWARD, FORWARD, refusal
-from tilewise.dispatch.preference import slower
 
 # Each has `plan(problem, signature) -> Plan` and `saves(problem) -> Saves`, and no other entry.
 MODULES = {
@@ -39,7 +38,7 @@ def load(name: str) -> ModuleType:
 def refusals(problem: AttentionProblem, is_backward: bool = False) -> dict[str, str | None]:
     """Each backend's reason not to serve the problem, None where it would; in order of preference."""
     direction = BACKWARD if is_backward else FORWARD
-    return {name: refusal(name, problem, direction) or slower(name, problem, direction) for name in BACKENDS}
+    return {name: refusal(name, problem, direction) for name in BACKENDS}
 
 
 def choose(problem: AttentionProblem, backend: str | None = None, is_backward: bool = False) -> str:
@@ -50,21 +49,12 @@ def choose(problem: AttentionProblem, backend: str | None = None, is_backward: b
         NotImplementedError: the backend asked for refuses; the message names what would serve.
     """
     direction = BACKWARD if is_backward else FORWARD
-    return first_able(
-        backend,
-        lambda name: refusal(name, problem, direction),
-        lambda name: slower(name, problem, direction),
-    )
+    return first_able(backend, lambda name: refusal(name, problem, direction))
 
 
-def first_able(
-    backend: str | None, refuses: Callable[[str], str | None], loses: Callable[[str], str | None]
-) -> str:
-    """The first backend that neither refuses nor loses to another, or the one asked for.
-
-    Raises as `choose`.
-    """
-    able = (name for name in BACKENDS if refuses(name) is None and loses(name) is None)
+def first_able(backend: str | None, refuses: Callable[[str], str | None]) -> str:
+    """The first backend that does not refuse, or the one asked for. Raises as `choose`."""
+    able = (name for name in BACKENDS if refuses(name) is None)
     if backend is None:
         return next(able)
     if not isinstance(backend, str):

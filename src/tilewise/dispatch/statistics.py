@@ -19,7 +19,6 @@ from tilewise.core.statistics import NOTHING, Aux, Measured, merged
 from tilewise.dispatch import plans
 from tilewise.dispatch.capability import BACKENDS, FORWARD, refusal
 from tilewise.dispatch.choice import first_able, load
-from tilewise.dispatch.preference import slower
 
 NAMES = tuple(f.name for f in fields(Aux) if f.name != "last_rows")
 # What each backend's second pass gives. `lse` needs none: every forward has it.
@@ -71,11 +70,7 @@ def choose(problem: AttentionProblem, aux: Aux, backend: str | None) -> str:
         ValueError, TypeError: unknown backend.
         NotImplementedError: the backend asked for refuses; the message names what would serve.
     """
-    return first_able(
-        backend,
-        lambda name: statistics_refusal(name, problem, aux),
-        lambda name: slower(name, problem, FORWARD),
-    )
+    return first_able(backend, lambda name: statistics_refusal(name, problem, aux))
 
 
 @functools.lru_cache(maxsize=256)
