@@ -19,7 +19,7 @@ import tilewise
 from test_random_functions import BATCH, HEADS, LENGTH, MASKS, SCORES, TABLE, as_mask, as_score
 from tilewise import reference
 from tilewise.core.problem import Inputs, Options, describe
-from tilewise.gpu.functions.axes import axes_of_load, bytes_of_loads
+from tilewise.gpu.functions.axes import axes_of_loads, bytes_of_loads
 from tilewise.gpu.functions.source import KernelFunctions, helpers
 from tilewise.gpu.triton import launch
 from tilewise.gpu.triton.functions import visits as lists
@@ -325,6 +325,5 @@ def test_what_a_tile_reads_of_captured_tensors():
         (0, "none", lambda s, b, h, i, j: s + floats[h]),
     ):
         functions = trace(None, score_mod).functions
-        loads = [n for n, node in enumerate(functions.graph.nodes) if node.op == "load"]
-        assert [axes_of_load(functions.graph, n) for n in loads] == [axes]
+        assert list(axes_of_loads(functions).values()) == [axes]
         assert bytes_of_loads(functions.text, 16, 32) == expected

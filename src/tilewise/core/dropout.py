@@ -17,7 +17,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tilewise.core.kept import kept_on_device
+from tilewise.core.kept import integers_on
 
 SQUARE = 16  # queries and keys whose weights share calls of the generator
 ROUNDS = 7
@@ -49,13 +49,7 @@ def with_origin(seed: Tensor, query: int, key: int, head: int, num_heads: int) -
         head: what the part's first head is there: sequence * num_heads + head.
         num_heads: of the larger call.
     """
-    return torch.cat((seed.view(1), _on_device((query, key, head, num_heads), seed.device)))
-
-
-@kept_on_device(1024)
-def _on_device(numbers: tuple[int, ...], device: torch.device) -> Tensor:
-    """Kept, as a copy to a GPU waits for it."""
-    return torch.tensor(numbers, dtype=torch.int64, device=device)
+    return torch.cat((seed.view(1), integers_on((query, key, head, num_heads), seed.device)))
 
 
 def counter_words(seed: int, sequence_head: int) -> tuple[int, int]:

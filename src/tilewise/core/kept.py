@@ -117,6 +117,13 @@ def kept_on_device(most: int) -> Callable[[Callable[..., Result]], Callable[...,
     return decorate
 
 
+@kept_on_device(1024)
+def integers_on(numbers: tuple[int, ...], device: torch.device) -> Tensor:
+    """int64 numbers on a device: kept, as a copy to a GPU waits for it."""
+    with torch.inference_mode(False):
+        return torch.tensor(numbers, dtype=torch.int64, device=device)
+
+
 def _bytes(result: Any) -> int:
     """Of a tensor, or of those in a tuple."""
     parts = result if isinstance(result, tuple) else (result,)

@@ -25,6 +25,7 @@ from tilewise.core.checks import (
     check_score_tensors,
     check_shapes,
 )
+from tilewise.core.functions.evaluate import Buffers
 from tilewise.core.functions.expression import decode
 from tilewise.core.mask import Visibility
 from tilewise.core.signature import Signature, TensorSignature, named
@@ -61,6 +62,11 @@ class Inputs(NamedTuple):
     query_blocks: Tensor | None = None  # 8-bit numbers, see `core.quantized`: query, key and value
     key_blocks: Tensor | None = None  # are then stand-ins, that show shapes and dtype and hold nothing
     value_blocks: Tensor | None = None
+
+    @property
+    def captured(self) -> Buffers:
+        """What mask and score functions read."""
+        return Buffers(self.captured_floats, self.captured_integers, self.captured_layout)
 
 
 class Options(NamedTuple):
@@ -152,6 +158,11 @@ class AttentionProblem:
 
     def __hash__(self) -> int:
         return self._hash  # every call asks for it
+
+    @property
+    def extent(self) -> tuple[int, int, int, int]:
+        """What b, h, i and j of functions are below."""
+        return self.batch, self.num_heads, self.seqlen_q, self.seqlen_k
 
     @property
     def group_size(self) -> int:

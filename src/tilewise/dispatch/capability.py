@@ -52,7 +52,7 @@ def _has_function_of_distance(p: AttentionProblem) -> bool:
 def _has_unseen_guards(p: AttentionProblem) -> bool:
     """Indices that may be out of range, of a mask function or computed from the score."""
     functions = None if p.functions is None else decode(p.functions)
-    if functions is None or not functions.is_guarded:
+    if functions is None or not functions.guarded:
         return False
     return functions.mask is not None or reads_by_score(functions, wants_grad=False)
 

@@ -7,9 +7,9 @@ from torch import Tensor
 
 from tilewise.core.functions.captured import out_of_range
 from tilewise.core.functions.derivative import derivative, tangent
-from tilewise.core.functions.evaluate import Buffers, Evaluator, Values, add_at, times
+from tilewise.core.functions.evaluate import Evaluator, Values, add_at, times
 from tilewise.core.functions.expression import decode
-from tilewise.core.functions.interval import Blocks, Interval, Intervals, Ranges
+from tilewise.core.functions.interval import Blocks
 from tilewise.core.functions.tile_map import FULL, PARTIAL, edges, tile_kinds
 from tilewise.core.problem import AttentionProblem, Inputs
 from tilewise.tiled.config import tiled_plan
@@ -24,33 +24,14 @@ class SegmentFunctions:
         assert problem.functions is not None
         self.problem = problem
         self.functions = decode(problem.functions)
-        self.buffers = Buffers(inputs.captured_floats, inputs.captured_integers, inputs.captured_layout)
+        self.buffers = inputs.captured
         self.dtype, self.device = problem.compute_dtype, inputs.query.device
         self.b, self.h = (self._points(n) for n in (sequences, range(problem.num_heads)))
         self.kinds = self._map(lengths)
-        self.guarded = self._guarded(*lengths)
 
     def _points(self, numbers: range) -> Blocks:
         points = torch.arange(numbers.start, numbers.stop, device=self.device)
         return Blocks(points, points, numbers.stop, 1)
-
-    def _guarded(self, seqlen_q: int, seqlen_k: int) -> list[int]:
-        """The loads whose indices are not known to be in range by intervals."""
-        lines = [self.b, self.h, *(self._points(range(n)) for n in (seqlen_q, seqlen_k))]
-        if not all(len(line.first) for line in lines):
-            return []
-        ranges = Ranges(*(Blocks(n.first[0], n.last[-1], n.end, len(n.first)) for n in lines))
-        graph, places = self.functions.graph, self.buffers.places(self.functions.tensors)
-        found = Intervals(graph, self.functions, self.buffers, ranges)
-        loads = [n for n in graph.reachable(self.functions.roots) if graph.nodes[n].op == "load"]
-
-        def is_inside(interval: Interval, size: int) -> bool:
-            return bool((interval[0] >= -size) & (interval[1] < size))
-
-        return [
-            n for n in loads
-            if not all(map(is_inside, map(found, graph.nodes[n].args), places[graph.nodes[n].value][1]))
-        ]  # fmt: skip
 
     def _map(self, lengths: tuple[int, int]) -> Tensor:
         """EMPTY, PARTIAL or FULL of each tile, for all batch entries and heads together."""
@@ -111,7 +92,7 @@ class FunctionTile:
         Raises:
             IndexError: which tensor it is.
         """
-        for n in self.segment.guarded:
+        for n in sorted(self.functions.guarded):
             wrong = self._forward.is_wrong(n)
             if wrong is None:
                 continue

@@ -8,8 +8,7 @@ shapes of a call tell which indices may be wrong, and what 32 bits may not hold.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
-from typing import NamedTuple
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -18,7 +17,7 @@ from tilewise.core.functions import interval
 from tilewise.core.functions.evaluate import Buffers
 from tilewise.core.functions.expression import FLOAT, INT, LENGTH, Functions, Graph
 from tilewise.core.functions.trace import Trace, line_of_load
-from tilewise.core.kept import kept, kept_on_device
+from tilewise.core.kept import integers_on, kept
 
 
 def pack(trace: Trace, query: Tensor) -> Buffers:
@@ -51,7 +50,7 @@ def pack(trace: Trace, query: Tensor) -> Buffers:
 
 def with_shift(buffers: Buffers, first: tuple[int, int, int, int], device: torch.device) -> Buffers:
     """The buffers of `expression.shifted` functions: the part's first sequence, head, query and key."""
-    integers = _first_of_part(first, device)
+    integers = integers_on(first, device)
     begin = 0 if buffers.integers is None else buffers.integers.numel()
     place = torch.tensor([begin, len(first)], dtype=torch.int64, device="cpu")
     return Buffers(
@@ -59,11 +58,6 @@ def with_shift(buffers: Buffers, first: tuple[int, int, int, int], device: torch
         integers if buffers.integers is None else torch.cat((buffers.integers, integers)),
         place if buffers.layout is None else torch.cat((buffers.layout, place)),
     )
-
-
-@kept_on_device(1024)
-def _first_of_part(first: tuple[int, int, int, int], device: torch.device) -> Tensor:
-    return torch.tensor(first, dtype=torch.int64, device=device)
 
 
 def _in_one(tensors: list[Tensor], dtype: torch.dtype) -> Tensor | None:
@@ -86,56 +80,31 @@ def _joined(tensors: list[Tensor], dtype: torch.dtype) -> Tensor:
 
 
 @functools.lru_cache(maxsize=1024)
-def _indices_out_of_range(
+def _checked(
     functions: Functions, shapes: tuple[tuple[int, ...], ...], extent: tuple[int, int, int, int]
-) -> dict[int, str]:
-    """Loads one of whose indices is never in range, with the sentence that says so."""
-    wrong = {}
-    for index in _indices(functions, shapes, extent):
-        low, high, size = index.low, index.high, index.shape[index.axis]
-        if high < -size or low >= size:
-            seen = f"{low:g}" if low == high else f"{low:g} to {high:g}"
-            wrong[index.load] = (
-                f"index {seen} in dimension {index.axis} of a captured tensor of shape {index.shape} "
-                f"must be at least {-size} and less than {size}"
-            )
-    return wrong
-
-
-@functools.lru_cache(maxsize=1024)
-def guarded_loads(
-    functions: Functions, shapes: tuple[tuple[int, ...], ...], extent: tuple[int, int, int, int]
-) -> frozenset[int]:
-    """The loads one of whose indices may be negative or out of range where b, h, i and j are in `extent`."""
-    indices = _indices(functions, shapes, extent)
-    return frozenset(x.load for x in indices if x.low < 0 or x.high >= x.shape[x.axis])
-
-
-class _Index(NamedTuple):
-    """One index of a load, and between which numbers it lies."""
-
-    load: int
-    axis: int
-    low: float
-    high: float
-    shape: tuple[int, ...]  # of the tensor
-
-
-def _indices(
-    functions: Functions, shapes: tuple[tuple[int, ...], ...], extent: tuple[int, int, int, int]
-) -> Iterator[_Index]:
+) -> tuple[Functions, dict[int, str]]:
+    """(the functions with their guarded loads, what is said of loads that are never in range)."""
     ranges = interval.Ranges.whole(*(max(1, n) for n in extent))
     found = interval.Intervals(functions.graph, functions, None, ranges)
+    guarded, wrong = set(), {}
     for n in functions.graph.reachable(functions.roots):
         node = functions.graph.nodes[n]
-        if node.op == "load":
-            for axis, argument in enumerate(node.args):
-                low, high = (float(x) for x in found(argument))
-                yield _Index(n, axis, low, high, shapes[node.value])
+        for axis, argument in enumerate(node.args if node.op == "load" else ()):
+            shape, (low, high) = shapes[node.value], (float(x) for x in found(argument))
+            if low < 0 or high >= shape[axis]:
+                guarded.add(n)
+            if high < -shape[axis] or low >= shape[axis]:
+                seen = f"{low:g}" if low == high else f"{low:g} to {high:g}"
+                wrong[n] = (
+                    f"index {seen} in dimension {axis} of a captured tensor of shape {shape} "
+                    f"must be at least {-shape[axis]} and less than {shape[axis]}"
+                )
+    return replace(functions, guarded=frozenset(guarded)) if guarded else functions, wrong
 
 
 def check_indices(trace: Trace, extent: tuple[int, int, int, int]) -> Functions:
-    """The functions, marked if an index may be out of range where b, h, i and j are in `extent`.
+    """The functions with those loads `guarded` whose indices may be out of range where b, h, i and j are in
+    `extent`.
 
     Raises:
         IndexError: one is never in range.
@@ -143,10 +112,10 @@ def check_indices(trace: Trace, extent: tuple[int, int, int, int]) -> Functions:
     if not trace.tensors or 0 in extent:
         return trace.functions
     shapes = tuple(tuple(t.shape) for t in trace.tensors)
-    for n, sentence in _indices_out_of_range(trace.functions, shapes, extent).items():
+    functions, wrong = _checked(trace.functions, shapes, extent)
+    for n, sentence in wrong.items():
         raise IndexError(f"{sentence} (line {trace.lines.get(n, 'unknown')})")
-    is_guarded = bool(guarded_loads(trace.functions, shapes, extent))
-    return trace.functions.guarded if is_guarded else trace.functions
+    return functions
 
 
 def out_of_range(functions: Functions, n: int, dimension: int, index: int, shape: tuple[int, ...]) -> str:

@@ -31,11 +31,11 @@ class DistanceBias(NamedTuple):
 def distance_bias(text: str | None) -> DistanceBias | None:
     """None if there is no score function, or it does anything else, or an index may be out of range."""
     functions = None if text is None else decode(text)
-    if functions is None or functions.score is None or functions.is_guarded:
+    if functions is None or functions.score is None or functions.guarded:
         return None
     reader = Reader(functions)
     graph, (inner, terms) = reader.graph, reader.sum_with_score(functions.score)
-    if graph.nodes[inner].op != "score" or not all(_is_of_distance(reader, term) for term, _ in terms):
+    if graph.nodes[inner].op != "score" or not all(is_of_distance(reader, term) for term, _ in terms):
         return None
     reads = set[str]().union(*(reader.reads[term] for term, _ in terms))
     node = graph.const(0.0)
@@ -49,7 +49,7 @@ def distance_bias(text: str | None) -> DistanceBias | None:
     return DistanceBias(Functions(graph, node, None, tensors), "b" in reads, "h" in reads, rest)
 
 
-def _is_of_distance(reader: Reader, root: int) -> bool:
+def is_of_distance(reader: Reader, root: int) -> bool:
     """Whether all that a node reads of i and j is j - i, or which of them is larger."""
     waiting = [root]
     while waiting:

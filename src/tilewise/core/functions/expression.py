@@ -97,17 +97,19 @@ class Graph:
         """Of a constant; None of anything else."""
         return self.nodes[node].value if self.nodes[node].op == "const" else None
 
-    def argument_kind(self, n: int, place: int) -> str:
-        """What an argument is converted to before an operation that is no conversion itself."""
-        node = self.nodes[n]
-        kinds = {self.nodes[a].kind for a in node.args}
-        if node.op == "where":
-            return BOOL if place == 0 else node.kind
-        if node.op == "pow":
-            return node.kind
-        if FLOAT in kinds or node.kind == FLOAT:
-            return FLOAT
-        return BOOL if kinds == {BOOL} and node.op in LOGIC and node.kind == BOOL else INT
+    def argument_kinds(self, n: int) -> list[str]:
+        """What each argument of a node is converted to before the operation."""
+        op, args, kind, _ = self.nodes[n]
+        kinds = {self.nodes[a].kind for a in args}
+        if op == "where":
+            return [BOOL, kind, kind]
+        if op in RANKS or op == "pow":
+            common = kind
+        elif FLOAT in kinds or kind == FLOAT:
+            common = FLOAT
+        else:
+            common = BOOL if kinds == {BOOL} and op in LOGIC and kind == BOOL else INT
+        return [common] * len(args)
 
     def reachable(self, roots: Iterable[int]) -> list[int]:
         """All that the roots need, in the order in which it can be computed."""
@@ -189,7 +191,7 @@ class Functions:
 
     Attributes:
         score, mask: the nodes of the score and of whether a key is visible; None without such a function.
-        is_guarded: in this call an index into a captured tensor may be out of range.
+        guarded: the loads one of whose indices may be negative or out of range in this call.
         text: all of this as a string, the same for equal functions.
     """
 
@@ -197,7 +199,7 @@ class Functions:
     score: int | None
     mask: int | None
     tensors: tuple[Captured, ...]
-    is_guarded: bool = False
+    guarded: frozenset[int] = frozenset()
 
     @property
     def roots(self) -> list[int]:
@@ -232,7 +234,8 @@ class Functions:
             for op, args, kind, value in (self.graph.nodes[n] for n in order)
         ]
         roots = [None if root is None else numbers[root] for root in (self.score, self.mask)]
-        return json.dumps([nodes, roots, self.tensors, self.is_guarded], separators=(",", ":"))
+        guarded = sorted(numbers[n] for n in self.guarded if n in numbers)
+        return json.dumps([nodes, roots, self.tensors, guarded], separators=(",", ":"))
 
     @functools.cached_property
     def mask_only(self) -> Functions:
@@ -242,14 +245,10 @@ class Functions:
     def score_only(self) -> Functions:
         return replace(self, mask=None)
 
-    @functools.cached_property
-    def guarded(self) -> Functions:
-        return replace(self, is_guarded=True)
-
     def without_gradients(self) -> Functions:
         """As kernels see it, to which it is all the same which tensors want a gradient, and how a call is."""
         plain = tuple(t._replace(wants_grad=False) for t in self.tensors)
-        return replace(self, tensors=plain, is_guarded=False)
+        return replace(self, tensors=plain, guarded=frozenset())
 
     @functools.cached_property
     def plain_text(self) -> str:
@@ -273,7 +272,7 @@ class Functions:
 @functools.lru_cache(maxsize=512)
 def decode(text: str) -> Functions:
     """The functions of a `Functions.text`."""
-    nodes, (score, mask), tensors, is_guarded = json.loads(text)
+    nodes, (score, mask), tensors, guarded = json.loads(text)
     graph = Graph()
     numbers: list[int] = []
     for op, args, kind, *value in nodes:
@@ -281,7 +280,8 @@ def decode(text: str) -> Functions:
             graph.add(op, *(numbers[a] for a in args), value=value[0] if value else None, kind=kind)
         )
     score, mask = (None if root is None else numbers[root] for root in (score, mask))
-    return Functions(graph, score, mask, tuple(Captured(*t) for t in tensors), is_guarded)
+    captured = tuple(Captured(*t) for t in tensors)
+    return Functions(graph, score, mask, captured, frozenset(numbers[n] for n in guarded))
 
 
 @functools.lru_cache(maxsize=512)
@@ -291,15 +291,18 @@ def shifted(text: str) -> str:
     functions = decode(text)
     graph = Graph()
     numbers: list[int] = []
+    guarded = set()  # but for indices that are constants, which are known to be in range
     for op, args, kind, value in functions.graph.nodes:
         number = graph.add(op, *(numbers[a] for a in args), value=value, kind=kind)
+        if op == "load" and any(functions.graph.value(a) is None for a in args):
+            guarded.add(number)
         if op in INDICES:
             first = graph.load(len(functions.tensors), [graph.const(INDICES.index(op))], INT)
             first = graph.add("minimum", graph.add("maximum", first, graph.const(0)), graph.const(LENGTH - 1))
             number = graph.add("add", number, first)  # of less than 32 bits, as said by the bounds
         numbers.append(number)
     score, mask = (None if root is None else numbers[root] for root in (functions.score, functions.mask))
-    return Functions(graph, score, mask, (*functions.tensors, Captured(INT, 1)), True).text
+    return Functions(graph, score, mask, (*functions.tensors, Captured(INT, 1)), frozenset(guarded)).text
 
 
 @functools.lru_cache(maxsize=512)

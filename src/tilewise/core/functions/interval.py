@@ -54,18 +54,11 @@ class Ranges(NamedTuple):
 class Intervals:
     """The intervals of a graph's nodes. `buffers`: None where captured numbers may be anything.
 
-    Args:
-        guarded: the loads whose indices may be negative or out of range; None: any may.
-
     Attributes:
         may_be_outside: where an index of a load that was computed may be out of range.
     """
 
-    def __init__(
-        self, graph: Graph, functions: Functions, buffers: Buffers | None, ranges: Ranges,
-        guarded: frozenset[int] | None = None,
-    ) -> None:  # fmt: skip
-        self.guarded = guarded
+    def __init__(self, graph: Graph, functions: Functions, buffers: Buffers | None, ranges: Ranges) -> None:
         self.graph, self.functions, self.buffers, self.ranges = graph, functions, buffers, ranges
         self.device = ranges.i.first.device
         self.places = [] if buffers is None else buffers.places(functions.tensors)
@@ -148,7 +141,7 @@ class Intervals:
             return self._anything(kind)
         table = buffer.detach()[begin : begin + size].view(shape)
         indices = [self.known[a] for a in node.args]
-        if self.guarded is None or n in self.guarded:
+        if n in self.functions.guarded:
             for (low, high), extent in zip(indices, shape):
                 self.may_be_outside = self.may_be_outside | (low < -extent) | (high >= extent)
             indices = [_index(x, extent) for x, extent in zip(indices, shape)]

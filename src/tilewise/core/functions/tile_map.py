@@ -8,7 +8,6 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from tilewise.core.functions.captured import guarded_loads
 from tilewise.core.functions.evaluate import Buffers, Evaluator, Values
 from tilewise.core.functions.expression import Functions
 from tilewise.core.functions.interval import Blocks, Interval, Intervals, Ranges
@@ -85,12 +84,7 @@ def _within(span: Blocks, axis: int, is_needed: bool, rows: tuple[slice, ...]) -
 
 def _visible(functions: Functions, buffers: Buffers | None, ranges: Ranges) -> Interval:
     """Whether keys are always visible, and whether sometimes."""
-    guarded = None
-    if buffers is not None:
-        shapes = tuple(shape for _, shape in buffers.places(functions.tensors))
-        extent = tuple(span.end for span in ranges)
-        guarded = guarded_loads(functions, shapes, extent)  # type: ignore[arg-type]
-    intervals = Intervals(functions.graph, functions, buffers, ranges, guarded)
+    intervals = Intervals(functions.graph, functions, buffers, ranges)
     always = sometimes = torch.ones((), dtype=torch.bool, device=ranges.i.first.device)
     if functions.mask is not None:
         always, sometimes = intervals(functions.mask)

@@ -32,8 +32,8 @@ def bind_functions(
         counts_visits: for a backward, whose blocks of keys take turns.
     """
     assert problem.functions is not None
-    functions = decode(problem.functions).without_gradients()
-    given = Buffers(inputs.captured_floats, inputs.captured_integers, inputs.captured_layout)
+    functions = decode(problem.functions)
+    given = inputs.captured
     held = _with_room(functions, given)
     block.update(**{name: 0 if t is None else t.data_ptr() for name, t in zip(CAPTURED, held)})
     kept: list[Any] = [held]
@@ -86,10 +86,10 @@ def raise_wrong_index(problem: AttentionProblem, block: Block, inputs: Inputs) -
     word = int(block.words[WRONG_INDEX])
     if word:
         assert problem.functions is not None
-        functions, layout = decode(problem.functions), Buffers(None, None, inputs.captured_layout)
+        functions = decode(problem.functions)
         low = word & ((1 << INDEX_BITS) - 1)
         index = low - ((low >> (INDEX_BITS - 1)) << INDEX_BITS)
         dimension = (word >> INDEX_BITS) & ((1 << DIMENSION_BITS) - 1)
         load = (word >> (INDEX_BITS + DIMENSION_BITS)) - 1
-        shape = layout.places(functions.tensors)[functions.graph.nodes[load].value][1]
+        shape = inputs.captured.places(functions.tensors)[functions.graph.nodes[load].value][1]
         raise IndexError(out_of_range(functions, load, dimension, index, shape))

@@ -101,11 +101,11 @@ def create_block_mask(
         raise ValueError(f"BLOCK_SIZE={shown(BLOCK_SIZE)} must be an integer or two")
     device = torch.device(device or torch.accelerator.current_accelerator() or "cpu")
     found = trace(mask_mod, None, wants_grad=False, device=device)
-    check_indices(found, tuple(sizes.values()))  # type: ignore[arg-type]
+    functions = check_indices(found, tuple(sizes.values()))  # type: ignore[arg-type]
     buffers = pack(found, torch.empty(0, device=device))
     steps = (1, 1, *blocks)
     spans = [edges(n, step, device) for n, step in zip(sizes.values(), steps)]
-    kinds = refined(tile_kinds(found.functions, buffers, *spans), found.functions, buffers, *spans)
+    kinds = refined(tile_kinds(functions, buffers, *spans), functions, buffers, *spans)
     kinds = kinds.expand([len(span.first) for span in spans]).clone()
     for axis, (n, step) in enumerate(zip(sizes.values(), steps)):
         if n % step:  # PyTorch has it that a block which ends behind the last position is not full
@@ -115,7 +115,7 @@ def create_block_mask(
     by_key = (*_ordered(partial.mT), *_ordered(None if full is None else full.mT))
     lengths = (Q_LEN, KV_LEN)
     mask = BlockMask(lengths, *index, *by_key, BLOCK_SIZE=tuple(blocks), mask_mod=mask_mod)
-    mask._origin = (mask_mod, index, found.functions.hides_by, versions(index))
+    mask._origin = (mask_mod, index, functions.hides_by, versions(index))
     return mask
 
 

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from tilewise.core.functions.distances import DistanceBias, captured_gradient, distance_bias, numbers
-from tilewise.core.functions.evaluate import Buffers
 from tilewise.core.kept import kept
 from tilewise.core.problem import AttentionProblem, Inputs
 
@@ -51,13 +50,13 @@ def as_bias(problem: AttentionProblem, inputs: Inputs, arrange: Arrange) -> tupl
     found = of_distances(problem)
     if found is None:
         return problem, inputs
-    buffers, device = _buffers(inputs), inputs.query.device
+    buffers, device = inputs.captured, inputs.query.device
     layout = () if buffers.layout is None else tuple(buffers.layout.tolist())
     given = [t for t in buffers[:2] if t is not None]
-    choices = (found.functions.plain_text, _extent(problem), layout, arrange)
+    choices = (found.functions.plain_text, problem.extent, layout, arrange)
 
     def make() -> Tensor:
-        return arrange(problem, numbers(found, buffers, _extent(problem), device))
+        return arrange(problem, numbers(found, buffers, problem.extent, device))
 
     inputs = inputs._replace(bias=kept(given, choices, make, device))
     if found.rest is None:
@@ -69,12 +68,4 @@ def gradient(problem: AttentionProblem, inputs: Inputs, dnumbers: Tensor) -> Ten
     """That of the captured floats, from that of the numbers; of the call as it was given."""
     found = of_distances(problem)
     assert found is not None
-    return captured_gradient(found, _buffers(inputs), _extent(problem), dnumbers)
-
-
-def _buffers(inputs: Inputs) -> Buffers:
-    return Buffers(inputs.captured_floats, inputs.captured_integers, inputs.captured_layout)
-
-
-def _extent(problem: AttentionProblem) -> tuple[int, int, int, int]:
-    return problem.batch, problem.num_heads, problem.seqlen_q, problem.seqlen_k
+    return captured_gradient(found, inputs.captured, problem.extent, dnumbers)

@@ -23,12 +23,12 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from tilewise.core.functions.captured import guarded_loads, wide_integers
+from tilewise.core.functions.captured import wide_integers
 from tilewise.core.functions.derivative import derivative
 from tilewise.core.functions.expression import BOOL, FLOAT, FUNCTIONS, INT, Functions, Graph, decode
-from tilewise.gpu.functions.axes import COLUMNS, DIAGONALS, EACH, NONE, ROWS, axes_of_load
+from tilewise.core.problem import AttentionProblem
+from tilewise.gpu.functions.axes import COLUMNS, DIAGONALS, EACH, NONE, ROWS, axes_of_loads
 
-Shapes = tuple[tuple[int, ...], ...]
 _making = threading.Lock()  # others would find a module that is not yet filled
 
 
@@ -49,11 +49,15 @@ class KernelFunctions(NamedTuple):
 
 
 @functools.lru_cache(maxsize=1024)
-def kernel_functions(text: str, shapes: Shapes, extent: tuple[int, int, int, int]) -> KernelFunctions:
-    """Of a call with captured tensors of `shapes`, and batch, heads, queries and keys of `extent`."""
-    functions = decode(text).without_gradients()
-    functions = decode(functions.text)
-    return KernelFunctions(functions.text, guarded_loads(functions, shapes, extent))
+def kernel_functions(text: str) -> KernelFunctions:
+    """Of a `Functions.text`."""
+    functions = decode(text)
+    return KernelFunctions(functions.plain_text, functions.guarded)
+
+
+def functions_of(problem: AttentionProblem) -> KernelFunctions | None:
+    """What is compiled of a call's functions."""
+    return None if problem.functions is None else kernel_functions(problem.functions)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -144,7 +148,7 @@ def _source_of_gradients(kernel: KernelFunctions) -> str:
     """add_captured, and what it calls for each load: where in the floats it reads, and its sums."""
     if not kernel.wanted:
         return ""
-    graph, _, slopes = derivative(kernel.functions)
+    axes, (graph, _, slopes) = axes_of_loads(kernel.functions), derivative(kernel.functions)
     text, slope_of = "", _Printer(graph, kernel)
     for n, slope in slopes.items():
         if graph.nodes[n].value not in kernel.wanted:
@@ -153,7 +157,7 @@ def _source_of_gradients(kernel: KernelFunctions) -> str:
         found = place.place_of_load(n)
         place.lines.append(f"return {found}, {place.wrong_load(n)}")
         text += place.procedure(f"place_{n}_DIGEST(i, j, seq, captured)")
-        text += _SUMS[axes_of_load(graph, n)].replace("LOAD", str(n))
+        text += _SUMS[axes[n]].replace("LOAD", str(n))
         slope_of.lines += [f"d{n} = times(g, {slope_of.operand(slope, FLOAT)})"]
         slope_of.lines += [f"add_{n}_DIGEST(total, d{n}, i, j, i0, j0, seq, captured)"]
     return text + slope_of.procedure("add_captured_DIGEST(total, g, s, i, j, i0, j0, seq, captured)")
@@ -218,7 +222,7 @@ class _Printer:
             return _LEAVES[node.op]
         is_wide = node.op in ("shl", "shr") or any(m in self.wide for m in (n, *node.args))
         bits = 64 if is_wide else 32
-        args = [self.operand(a, self._argument_kind(n, place), bits) for place, a in enumerate(node.args)]
+        args = [self.operand(a, kind, bits) for a, kind in zip(node.args, self.graph.argument_kinds(n))]
         found = self._operation(n, args)
         if node.kind == INT and bits == 64 and n not in self.wide:
             return f"({found}).to(tl.int32)"
@@ -241,11 +245,6 @@ class _Printer:
         if node.op == "neg":
             return f"-{args[0]}"
         return f"({args[0]} {_INFIX[node.op]} {args[1]})"
-
-    def _argument_kind(self, n: int, place: int) -> str:
-        """What an argument is converted to before the operation."""
-        node = self.graph.nodes[n]
-        return node.op if node.op in (BOOL, INT, FLOAT) else self.graph.argument_kind(n, place)
 
     def _load(self, n: int) -> str:
         """A captured number; 0 where an index is wrong."""

@@ -17,9 +17,8 @@ from tilewise.core.plan import Results as Known
 from tilewise.core.problem import AttentionProblem, Gradients, Inputs
 from tilewise.core.signature import new_out
 from tilewise.gpu.functions import distances
-from tilewise.gpu.functions.captured import functions_of
 from tilewise.gpu.functions.distances import as_bias
-from tilewise.gpu.functions.source import KernelFunctions, wanted_tensors
+from tilewise.gpu.functions.source import KernelFunctions, functions_of, wanted_tensors
 from tilewise.gpu.launch.launch_plan import (
     Launch,
     Step,
@@ -72,7 +71,7 @@ def forward(
     if problem.is_quantized:
         problem, inputs = dequantized(problem, inputs)
     problem, inputs = as_bias(problem, inputs, distances_as_bias)
-    functions, given, inputs = functions_of(problem, inputs), inputs, launchable(inputs)
+    functions, given, inputs = functions_of(problem), inputs, launchable(inputs)
     query = inputs.query
     *batch, seqlen, heads, _ = query.shape
     out = new_out(query, problem.head_dim_v, order)
@@ -121,7 +120,7 @@ def backward(
     """Gradients by recomputation from lse + residual, each in its input's dtype; the same bits every time."""
     call = (problem, inputs)
     problem, inputs = as_bias(problem, inputs, distances_as_bias)
-    tiles, functions, given_inputs = tiles or {}, functions_of(problem, inputs), inputs
+    tiles, functions, given_inputs = tiles or {}, functions_of(problem), inputs
     inputs = launchable(inputs)
     query, key, value = inputs[:3]
     # rows outside a cache's sequences are never visited
@@ -153,7 +152,7 @@ def bias_gradient(
     """
     call = (problem, inputs)
     problem, inputs = as_bias(problem, inputs, distances_as_bias)
-    functions, inputs = functions_of(problem, inputs), launchable(inputs)
+    functions, inputs = functions_of(problem), launchable(inputs)
     given = _readable(known, dout, dlse)
     results = Results(*given, *new_statistics(problem, given[1]))
     run_steps(problem, [_step((*inputs, *given), _prepare_launch, results, functions)])

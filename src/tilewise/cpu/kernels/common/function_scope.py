@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import operator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import llvmlite.ir as ir
@@ -40,6 +41,7 @@ from tilewise.cpu.kernels.common.tiles import Head, Scratch, Shape
 
 Known = dict[tuple[Any, ...], Operand]
 LANE, LINE = "lane", "line"
+_NUMBERS: dict[str, Callable[[Any], Any]] = {BOOL: lambda x: int(bool(x)), INT: int, FLOAT: float}
 
 
 class Expression:
@@ -144,7 +146,7 @@ class Scope:
         type_ = self._type(kind, is_vector, bits)
         constant = self.graph.value(n)
         if constant is not None:
-            return Value(like(_python(constant, kind), Value(ir.Constant(type_, ir.Undefined))).raw)
+            return Value(like(_NUMBERS[kind](constant), Value(ir.Constant(type_, ir.Undefined))).raw)
         place = (*self._place(n, r, v), kind, is_vector, bits)
         if place not in self.known:
             x = converted(self.at(n, r, v), self._type(kind, LANE in self.levels[n], bits))
@@ -176,10 +178,10 @@ class Scope:
             case "load":
                 return self._load(n, r, v)
         bits = self._bits(n, is_vector)
-        kinds = [self._argument_kind(n, place) for place in range(len(node.args))]
-        args = [self._operand(a, r, v, kind, is_vector, bits) for a, kind in zip(node.args, kinds)]
+        kinds = zip(node.args, self.graph.argument_kinds(n))
+        args = [self._operand(a, r, v, kind, is_vector, bits) for a, kind in kinds]
         if node.op in (BOOL, INT, FLOAT):
-            found: Operand = converted(args[0], self._type(node.op, is_vector, bits))
+            found: Operand = args[0]
         elif node.op == "pow":
             found = power(args[0], self.graph.value(node.args[1]))
         elif node.op in FUNCTIONS:
@@ -189,13 +191,6 @@ class Scope:
         else:
             found = OPERATIONS[node.op](*args)
         return self._narrowed(found, n, is_vector)
-
-    def _argument_kind(self, n: int, place: int) -> str:
-        """What an argument is converted to before the operation."""
-        node = self.graph.nodes[n]
-        if node.op in (BOOL, INT, FLOAT):
-            return self.graph.nodes[node.args[place]].kind
-        return self.graph.argument_kind(n, place)
 
     def _narrowed(self, x: Operand, n: int, is_vector: bool) -> Operand:
         """A node's integers, in vectors, as wide as its own values need."""
@@ -282,10 +277,6 @@ class Scope:
             number = source[self.owner.places[0, lane].load()].load()
             found = builder().insert_element(found, number.raw, ir.Constant(I32, lane))
         return Value(found)
-
-
-def _python(constant: Any, kind: str) -> Any:
-    return {BOOL: bool, INT: int, FLOAT: float}[kind](constant) if kind != BOOL else int(bool(constant))
 
 
 def any_of(wrong: list[Wrong]) -> Value | None:

@@ -21,7 +21,7 @@ from tilewise.core.functions.kernel_map import hiding_numbers
 from tilewise.core.problem import AttentionProblem, Inputs
 from tilewise.gpu.functions.captured import layout_on
 from tilewise.gpu.functions.distances import with_bias_of_distances
-from tilewise.gpu.functions.source import Helpers, KernelFunctions, helpers
+from tilewise.gpu.functions.source import Helpers, KernelFunctions, helpers, kernel_functions
 from tilewise.gpu.launch.launch_plan import Tensors
 
 MOST_BITS = 1 << 29  # 64 MiB: one mask of 23k x 23k tokens
@@ -72,14 +72,13 @@ def source_of(problem: AttentionProblem, inputs: Inputs) -> Tensor | MaskFunctio
     if inputs.mask is not None:
         return inputs.mask
     functions = decode(problem.functions or "").mask_only
-    buffers = Buffers(inputs.captured_floats, inputs.captured_integers, inputs.captured_layout)
+    buffers = inputs.captured
     device, lengths = inputs.query.device, (problem.seqlen_q, problem.seqlen_k)
     hiding = hiding_numbers(functions, buffers)
-    kernel = KernelFunctions(functions.plain_text, frozenset())
-    extent, is_inlined = (problem.batch, problem.num_heads, *lengths), inlines_mask(problem)
-    captured = captured_of(inputs)
+    kernel = kernel_functions(functions.text)
+    captured, is_inlined = captured_of(inputs), inlines_mask(problem)
     return MaskFunction(
-        kernel, _shape(problem), lengths, extent, buffers, captured, is_inlined, device, *hiding
+        kernel, _shape(problem), lengths, problem.extent, buffers, captured, is_inlined, device, *hiding
     )
 
 
@@ -100,15 +99,7 @@ def compiled_functions(problem: AttentionProblem) -> Helpers:
     if not (problem.has_score_function or inlines_mask(problem)):
         return NO_HELPERS
     functions = decode(problem.functions or "")
-    text = (functions if inlines_mask(problem) else functions.score_only).plain_text
-    return helpers(KernelFunctions(text, _loads(text) if functions.is_guarded else frozenset()))
-
-
-def _loads(text: str) -> frozenset[int]:
-    """All loads but those at constants, which are known to be in range."""
-    graph = decode(text).graph
-    loads = ((n, node.args) for n, node in enumerate(graph.nodes) if node.op == "load")
-    return frozenset(n for n, indices in loads if any(graph.value(index) is None for index in indices))
+    return helpers(kernel_functions((functions if inlines_mask(problem) else functions.score_only).text))
 
 
 def as_served(problem: AttentionProblem) -> AttentionProblem:

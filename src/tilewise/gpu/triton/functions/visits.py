@@ -31,11 +31,10 @@ def visits(
     functions = decode(problem.functions)
     if not functions.hiding:
         return None, None
-    extent = (problem.batch, problem.num_heads, problem.seqlen_q, problem.seqlen_k)
-    buffers = Buffers(inputs.captured_floats, inputs.captured_integers, inputs.captured_layout)
+    buffers = inputs.captured
     numbers, layout = hiding_numbers(functions, buffers)
     device = inputs.query.device
-    call = (problem.functions, extent, problem.visibility(), block_m, block_n, by_key)
+    call = (problem.functions, problem.extent, problem.visibility(), block_m, block_n, by_key)
     return kept(numbers, (*call, layout), lambda: _lists(*call, device, buffers), device)
 
 
