@@ -18,9 +18,9 @@ class Backend:
     def __init__(self, name: str) -> None:
         self.name = name
 
-    def supports(self, problem: AttentionProblem, direction: str = "forward") -> str | None:
+    def supports(self, problem: AttentionProblem, is_backward: bool = False) -> str | None:
         """The reason why not, or None."""
-        return refusal(self.name, problem, direction)
+        return refusal(self.name, problem, is_backward)
 
     def forward(self, problem: AttentionProblem, inputs: Inputs) -> tuple[Tensor, Tensor]:
         return self.results(problem, inputs)[:2]

@@ -202,5 +202,5 @@ def test_of_fresh_tensors_only_those_that_are_none_count(recorder):
     for fresh in ((x, None), (None, x), (y, None), (None, y)):
         plan.run(build, "problem", (x,), fresh=fresh)
     assert len(recorder.started) == 2 and len(recorder.launched) == 2
-    assert plan.find(build, "problem", (x,), fresh=(x, None)) is not None
-    assert plan.find(build, "problem", (x,), fresh=(x, x)) is None
+    assert plan.find("problem", plan.Step(build, (x,), (), (x, None))) is not None
+    assert plan.find("problem", plan.Step(build, (x,), (), (x, x))) is None

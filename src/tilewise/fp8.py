@@ -16,7 +16,7 @@ from tilewise.core.checks import EIGHT_BIT, check_tensors, shown
 from tilewise.core.fp8 import hadamard, padded_dim, rotate, round_rows, round_weights
 from tilewise.core.problem import AttentionProblem, Inputs, Options, describe
 from tilewise.core.quantized import KINDS, Quantized, round_tensor
-from tilewise.dispatch.capability import FORWARD, refusal
+from tilewise.dispatch.capability import refusal
 
 __all__ = ["Quantized", "hadamard", "padded_dim", "quantize", "rotate", "round_rows", "round_weights"]
 
@@ -72,7 +72,7 @@ def quantize(
 
 
 def _quantized(problem: AttentionProblem, kind: str, t: Tensor, cu_seqlens: Tensor | None) -> Quantized:
-    if refusal("hopper", problem, FORWARD) is None:
+    if refusal("hopper", problem) is None:
         from tilewise.gpu.hopper.fp8 import launch
 
         return launch.round_tensor(problem, kind, t, cu_seqlens)

@@ -19,7 +19,7 @@ from tilewise.autograd import operators
 from tilewise.autograd.operators import NUM_INPUTS
 from tilewise.autograd.second_order import AttentionBackward, AttentionJvp, directions, place
 from tilewise.autograd.vmap import fold_or_loop
-from tilewise.core.checks import check_tensors
+from tilewise.core.checks import check_inputs
 from tilewise.core.plan import Results
 from tilewise.core.problem import Gradients, Inputs, Options, describe, in_layout
 from tilewise.core.signature import LazyTensor, NoMemory, Request, all_resolved, resolved
@@ -28,7 +28,6 @@ from tilewise.core.values import check_values
 from tilewise.dispatch import choice, plans
 from tilewise.dispatch.plans import Entry
 
-_NEEDED = ("query", "key", "value")
 LSE, NO_LSE = Request(), Request(lse=False)
 _server: Callable[..., tuple[Tensor, Any]] | None = None
 
@@ -137,7 +136,7 @@ def check(inputs: Inputs, options: Options, backend: str | None, request: Reques
     if is_plain_eager(inputs.query):
         with contextlib.suppress(LazyTensor, NoMemory):
             return plans.forward_plan(inputs, options, backend, request)
-    check_tensors(**{name: t for name, t in inputs._asdict().items() if t is not None or name in _NEEDED})
+    check_inputs(inputs)
     choice.choose(describe(inputs, options), backend)
     return None
 

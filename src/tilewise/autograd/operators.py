@@ -14,7 +14,7 @@ backends and plans are found there, out of sight of tracing. No argument is a li
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -29,25 +29,21 @@ from tilewise.core.torch_private import is_plain_eager, own_dtypes
 from tilewise.dispatch import plans
 from tilewise.tiled import second_order
 
-_INPUTS = (
-    "Tensor query, Tensor key, Tensor value, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? seqlens_k, "
-    "Tensor? leftpad_k, Tensor? page_table, Tensor? mask, Tensor? bias, Tensor? alibi_slopes, Tensor? sinks, "
-    "Tensor? dropout_seed, Tensor? key_scale, Tensor? value_scale, Tensor? captured_floats, "
-    "Tensor? captured_integers, Tensor? captured_layout, Tensor? query_scale, Tensor? query_blocks, "
-    "Tensor? key_blocks, Tensor? value_blocks"
-)
+
+def _optional(names: Iterable[str]) -> str:
+    return ", ".join(f"Tensor? {name}" for name in names)
+
+
+_INPUTS = f"Tensor query, Tensor key, Tensor value, {_optional(Inputs._fields[3:])}"
 _OPTIONS = (
     "bool causal, SymInt? window_left, SymInt? window_right, float softcap, float dropout_p, float? scale, "
     "bool deterministic, SymInt? max_seqlen_q, SymInt? max_seqlen_k, str precision, "
     "str? functions, int dropout_step"
 )
-_TANGENTS = (
-    "Tensor? dot_query, Tensor? dot_key, Tensor? dot_value, Tensor? dot_bias, Tensor? dot_sinks, "
-    "Tensor? dot_captured_floats"
-)
+_TANGENTS = _optional(f"dot_{name}" for name in Gradients._fields)
 _GRADIENTS = "Tensor dout, Tensor? dlse"
 _RESULTS = "Tensor out, Tensor lse, Tensor? residual"
-NUM_INPUTS, NUM_OPTIONS, NUM_TANGENTS = len(Inputs._fields), len(Options._fields), 6
+NUM_INPUTS, NUM_OPTIONS, NUM_TANGENTS = len(Inputs._fields), len(Options._fields), len(Gradients._fields)
 
 operators = library.Library("tilewise", "DEF")
 operators.define(

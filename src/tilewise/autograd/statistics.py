@@ -9,11 +9,12 @@ from torch import Tensor
 
 from tilewise.autograd.functions import is_served
 from tilewise.autograd.operators import NUM_INPUTS
-from tilewise.core.checks import check_tensors
+from tilewise.autograd.second_order import place
+from tilewise.core.checks import check_inputs, shown
 from tilewise.core.plan import Results, Watched
 from tilewise.core.problem import Gradients, Inputs, Options, describe, of_gradient
 from tilewise.core.signature import LazyTensor, NoMemory, all_resolved, resolved
-from tilewise.core.statistics import Aux, Measured, Statistics, check_request
+from tilewise.core.statistics import Aux, Measured, Statistics
 from tilewise.core.torch_private import is_batched, is_plain_eager, own_dtypes, while_tracing
 from tilewise.core.values import check_values
 from tilewise.dispatch import plans, statistics as dispatch
@@ -82,9 +83,9 @@ def check(inputs: Inputs, options: Options, backend: str | None, aux: Aux) -> No
 
 def _entry(inputs: Inputs, options: Options, backend: str | None, aux: Aux) -> tuple[Entry, Inputs]:
     """The forward's plan, and the inputs with their numbers in memory."""
-    check_request("return_aux", aux)
-    needed = ("query", "key", "value")
-    check_tensors(**{name: t for name, t in inputs._asdict().items() if t is not None or name in needed})
+    if not isinstance(aux, Aux):
+        raise TypeError(f"return_aux={shown(aux)} must be a tilewise.Aux, as Aux(entropy=True)")
+    check_inputs(inputs)
     if not is_plain_eager(inputs.query):
         raise NotImplementedError(_WATCHED)
     if aux.needs_pass and backend is not None:  # before what the forward needs: the caller may have no values
@@ -164,9 +165,7 @@ class AttentionWithStatistics(torch.autograd.Function):
                     Measured(*grads),  # type: ignore[arg-type]
                 )
             total = Gradients(*(_sum(a, b) for a, b in zip(total, found)))  # type: ignore[arg-type]
-        bias = total.bias if needs_bias_gradient else None
-        of_inputs = Inputs(*total[:3], bias=bias, sinks=total.sinks, captured_floats=total.captured_floats)
-        return (None, None, None, None, *of_inputs)
+        return (None, None, None, None, *place(inputs, total, needs_bias_gradient))
 
 
 def _sum(a: Tensor | None, b: Tensor | None) -> Tensor | None:

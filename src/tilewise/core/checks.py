@@ -152,6 +152,12 @@ def check_tensors(**tensors: Any) -> None:
             raise TypeError(f"{name}.layout={t.layout} must be torch.strided: pass to_dense()")
 
 
+def check_inputs(inputs: Any) -> None:
+    """`check_tensors` of a `problem.Inputs`, all that are given, and those that must be."""
+    needed = ("query", "key", "value")
+    check_tensors(**{name: t for name, t in inputs._asdict().items() if t is not None or name in needed})
+
+
 def check_known(
     function: Callable[..., Any], arguments: dict[str, Any], others: tuple[str, ...] = ()
 ) -> None:

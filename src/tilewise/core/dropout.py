@@ -52,11 +52,6 @@ def with_origin(seed: Tensor, query: int, key: int, head: int, num_heads: int) -
     return torch.cat((seed.view(1), integers_on((query, key, head, num_heads), seed.device)))
 
 
-def counter_words(seed: int, sequence_head: int) -> tuple[int, int]:
-    """The third and fourth word of the counters of a head: sequence_head is sequence * num_heads + head."""
-    return seed & LOW32, (seed >> 32) & LOW32 ^ sequence_head
-
-
 def philox4x32(
     key: int, c0: torch.Tensor, c1: torch.Tensor, c2: torch.Tensor, c3: torch.Tensor, rounds: int = ROUNDS
 ) -> list[torch.Tensor]:
@@ -95,7 +90,7 @@ def keep_mask(
     q0, q1, k0, k1 = q0 + query, q1 + query, k0 + key, k1 + key
     sequence = torch.arange(sequences.start, sequences.stop, device=device)[:, None]
     head = (head + sequence * heads + torch.arange(num_heads, device=device)).flatten()
-    low, high = counter_words(number, 0)
+    low, high = number & LOW32, (number >> 32) & LOW32
     first_q, first_k = q0 // 16, k0 // 16
     calls_q = torch.arange(4 * first_q, 4 * -(-q1 // 16), device=device)[:, None]
     calls_k = torch.arange(4 * first_k, 4 * -(-k1 // 16), device=device)

@@ -139,12 +139,6 @@ class Aux:
                 raise ValueError(f"rows={self.rows} must be in [{-n}, {n}): seqlen_q={n}")
 
 
-def check_request(name: str, aux: Any) -> None:
-    """Raises TypeError unless aux is an `Aux`."""
-    if not isinstance(aux, Aux):
-        raise TypeError(f"{name}={shown(aux)} must be a tilewise.Aux, as Aux(entropy=True)")
-
-
 def _check_integer(name: str, value: Any, least: int, most: int | None = None) -> None:
     if isinstance(value, bool) or not isinstance(value, Integral):
         raise TypeError(f"{name}={shown(value)} must be an integer")
@@ -219,22 +213,11 @@ class Measured(NamedTuple):
     max_logit: Tensor | None  # of a forward that gives it without row_max
 
     def answer(self, aux: Aux, lse: Tensor | None) -> Statistics:
-        return Statistics(
-            lse=lse if aux.lse else None,
-            row_max=self.row_max if aux.row_max else None,
-            max_logit=self._largest() if aux.max_logit else None,
-            entropy=self.entropy,
-            column_sum=self.column_sum,
-            top_k=TopK(self.top_weights, self.top_keys)  # type: ignore[arg-type]
-            if self.top_keys is not None
-            else None,
-            rows=self.rows,
-            block_sum=self.block_sum,
-            expected_distance=self.expected_distance,
-        )
-
-    def _largest(self) -> Tensor | None:
-        return self.max_logit if self.row_max is None else largest_of_heads(self.row_max)
+        found: dict[str, Any] = self._asdict() | {"lse": lse}
+        found["top_k"] = TopK(found.pop("top_weights"), found.pop("top_keys"))
+        if aux.max_logit and self.row_max is not None:
+            found["max_logit"] = largest_of_heads(self.row_max)
+        return Statistics(**{name: found[name] for name in aux.names})
 
 
 def merged(parts: Iterable[Measured]) -> Measured:

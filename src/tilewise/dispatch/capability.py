@@ -19,7 +19,6 @@ DEVICES = {  # of each backend; "tiled" serves everything
     "tiled": "any device",
 }
 BACKENDS = tuple(DEVICES)
-FORWARD, BACKWARD = "forward", "backward"
 
 
 class Row(NamedTuple):
@@ -246,27 +245,29 @@ def table() -> str:
     lines = [f"| | {' | '.join(header)} |", f"|---|{':---:|' * len(BACKENDS)}"]
     for row in (row for row in ROWS if not row.is_rare):
         cells = [
-            "–" if name in row.reasons else "forward" if f"{name} {BACKWARD}" in row.reasons else "✓"
+            "–" if name in row.reasons else "forward" if f"{name} backward" in row.reasons else "✓"
             for name in BACKENDS
         ]
         lines.append(f"| {row.feature} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
-def refusal(name: str, problem: AttentionProblem, direction: str) -> str | None:
-    """Why a backend does not serve a problem: what the machine lacks, what the table says, what its kernels'
-    shapes are. None if it serves."""
-    return _machine(name, problem) or _feature(name, problem, direction) or _shapes(name, problem)
-
-
-def _feature(name: str, problem: AttentionProblem, direction: str) -> str | None:
+def refusal(name: str, problem: AttentionProblem, is_backward: bool = False) -> str | None:
+    """Why a backend does not serve a problem: what the machine lacks, what the table says, or which shapes
+    its kernels do not take. None if it serves."""
+    if lacks := _machine(name, problem):
+        return lacks
     for row in ROWS:
         reason = row.reasons.get(name)
-        if reason is None and direction == BACKWARD:
+        if reason is None and is_backward:
             reason = row.reasons.get(f"{name} backward")
         if reason is not None and row.applies(problem):
             return reason.format(p=problem)
-    return None
+    if name != "hopper":
+        return None
+    from tilewise.gpu.hopper.plan import unserved_shape
+
+    return unserved_shape(problem)
 
 
 def _machine(name: str, problem: AttentionProblem) -> str | None:
@@ -289,12 +290,3 @@ def _machine(name: str, problem: AttentionProblem) -> str | None:
         if problem.device_type != "cuda" and not (is_interpreted() and problem.device_type == "cpu"):
             return f"runs on GPUs, not on device type {problem.device_type!r}"
     return None
-
-
-def _shapes(name: str, problem: AttentionProblem) -> str | None:
-    """Which sizes and combinations a backend's kernels take, where the table's features do not say it."""
-    if name != "hopper":
-        return None
-    from tilewise.gpu.hopper.plan import unserved_shape
-
-    return unserved_shape(problem)

@@ -9,7 +9,7 @@ from types import ModuleType
 
 from tilewise.core.checks import shown
 from tilewise.core.problem import AttentionProblem
-from tilewise.dispatch.capability import BACKENDS, BACKWARD, FORWARD, refusal
+from tilewise.dispatch.capability import BACKENDS, refusal
 
 # Each has `plan(problem, signature) -> Plan` and `saves(problem) -> Saves`, and no other entry.
 MODULES = {
@@ -35,10 +35,9 @@ def load(name: str) -> ModuleType:
     return importlib.import_module(MODULES[name])
 
 
-def refusals(problem: AttentionProblem, is_backward: bool = False) -> dict[str, str | None]:
-    """Each backend's reason not to serve the problem, None where it would; in order of preference."""
-    direction = BACKWARD if is_backward else FORWARD
-    return {name: refusal(name, problem, direction) for name in BACKENDS}
+def refusals(problem: AttentionProblem) -> dict[str, str | None]:
+    """Each backend's reason not to serve a forward, None where it would; in order of preference."""
+    return {name: refusal(name, problem) for name in BACKENDS}
 
 
 def choose(problem: AttentionProblem, backend: str | None = None, is_backward: bool = False) -> str:
@@ -48,8 +47,7 @@ def choose(problem: AttentionProblem, backend: str | None = None, is_backward: b
         ValueError, TypeError: unknown backend.
         NotImplementedError: the backend asked for refuses; the message names what would serve.
     """
-    direction = BACKWARD if is_backward else FORWARD
-    return first_able(backend, lambda name: refusal(name, problem, direction))
+    return first_able(backend, lambda name: refusal(name, problem, is_backward))
 
 
 def first_able(backend: str | None, refuses: Callable[[str], str | None]) -> str:

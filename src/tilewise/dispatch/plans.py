@@ -221,7 +221,8 @@ def _make_backward(signature: Signature) -> Entry:
     plan = module.plan(problem, signature)
     if with_bias_of_distances(problem).bias_needs_grad and name in BIAS_GRADIENTS:
         other = load(BIAS_GRADIENTS[name])
-        plan = WithBiasGradient(plan, other.plan(problem, signature._replace(direction="bias")))
+        of_bias = other.plan(problem, signature._replace(direction="bias"))
+        plan = WithBiasGradient(problem, plan.layout, plan, of_bias)
     return Entry(fitted(plan, signature), signature, name, module.saves(problem))
 
 
@@ -229,16 +230,10 @@ def _make_backward(signature: Signature) -> Entry:
 class WithBiasGradient:
     """A backward without the gradient of the bias, and another backend's plan for that alone."""
 
+    problem: AttentionProblem
+    layout: str
     plan: Plan
     of_bias: Plan
-
-    @property
-    def problem(self) -> AttentionProblem:
-        return self.plan.problem
-
-    @property
-    def layout(self) -> str:
-        return self.plan.layout
 
     def run(self, *given: Any) -> Gradients:
         gradients: Any = self.plan.run(*given)
@@ -265,19 +260,16 @@ def run(
 
 def fitted(plan: Plan, signature: Signature) -> Plan:
     """The plan, for tensors in the signature's layout."""
-    return plan if plan.layout == signature.layout else Transposed(plan, signature.layout)
+    return plan if plan.layout == signature.layout else Transposed(plan.problem, signature.layout, plan)
 
 
 @dataclass(frozen=True)
 class Transposed:
     """A plan for tensors in "bshd", in calls that have them in another layout."""
 
-    plan: Plan
+    problem: AttentionProblem
     layout: str
-
-    @property
-    def problem(self) -> AttentionProblem:
-        return self.plan.problem
+    plan: Plan
 
     def run(
         self,

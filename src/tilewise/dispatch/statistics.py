@@ -17,7 +17,7 @@ from tilewise.core.problem import AttentionProblem, Inputs, Options, describe_si
 from tilewise.core.signature import Request, Signature
 from tilewise.core.statistics import NOTHING, Aux, Measured, merged
 from tilewise.dispatch import plans
-from tilewise.dispatch.capability import BACKENDS, FORWARD, refusal
+from tilewise.dispatch.capability import BACKENDS, refusal
 from tilewise.dispatch.choice import first_able, load
 
 NAMES = tuple(f.name for f in fields(Aux) if f.name != "last_rows")
@@ -42,7 +42,7 @@ def statistics_refusal(name: str, problem: AttentionProblem, aux: Aux) -> str | 
         return f"does not give {', '.join(missing)}"
     if name in WITHOUT_FUNCTIONS and problem.functions is not None:
         return "has no statistics with mask or score functions"
-    return refusal(name, problem, FORWARD) or _unserved_pass(name, problem, aux)
+    return refusal(name, problem) or _unserved_pass(name, problem, aux)
 
 
 def _unserved_pass(name: str, problem: AttentionProblem, aux: Aux) -> str | None:
@@ -56,7 +56,7 @@ def _unserved_pass(name: str, problem: AttentionProblem, aux: Aux) -> str | None
 
 def given_by_forward(name: str | None, problem: AttentionProblem, aux: Aux) -> set[str]:
     """Statistics that the forward of the backend asked for gives, and its second pass does not."""
-    if name != "hopper" or refusal(name, problem, FORWARD) is not None:
+    if name != "hopper" or refusal(name, problem) is not None:
         return set()
     from tilewise.gpu.hopper.plan import watches
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tilewise.core.problem import AttentionProblem, Inputs, Options, describe
 from tilewise.core.quantized import KINDS, arrange, inputs_of
-from tilewise.dispatch.capability import FORWARD, refusal
+from tilewise.dispatch.capability import refusal
 
 FP8 = torch.float8_e4m3fn
 
@@ -100,7 +100,7 @@ class Descale(NamedTuple):
 
 def has_kernels(problem: AttentionProblem) -> bool:
     """Whether a kernel multiplies 8-bit numbers in this call."""
-    return refusal("hopper", problem, FORWARD) is None
+    return refusal("hopper", problem) is None
 
 
 NO_FACTORS = Descale(None, None, None)

@@ -11,25 +11,18 @@ from tilewise.core.functions.expression import FLOAT, Functions, Graph
 
 
 class Derivative(NamedTuple):
-    """Nodes of `graph`, which has the functions' own nodes first.
+    """Of the score, or of its tangent: nodes of `graph`, which has the functions' own nodes first.
 
     Attributes:
-        slope: d score / d score; None is 0.
-        loads: of each load from a tensor of floats, d score / d load.
+        value: what is differentiated.
+        slope: d value / d score; None is 0.
+        loads: of each load from a tensor of floats, d value / d load.
     """
 
     graph: Graph
+    value: int
     slope: int | None
     loads: dict[int, int]
-
-
-class Tangent(NamedTuple):
-    """The tangent of the score, which reads the leaves dot_score and dot_load, and its own derivatives."""
-
-    graph: Graph
-    value: int
-    slope: int | None  # d tangent / d score
-    loads: dict[int, int]  # d tangent / d load
 
 
 @functools.lru_cache(maxsize=512)
@@ -37,12 +30,12 @@ def derivative(functions: Functions) -> Derivative:
     """Of the score function."""
     assert functions.score is not None
     graph = functions.graph.copy()
-    return Derivative(graph, *_by_leaf(graph, functions.score))
+    return Derivative(graph, functions.score, *_by_leaf(graph, functions.score))
 
 
 @functools.lru_cache(maxsize=512)
-def tangent(functions: Functions, with_loads: bool) -> Tangent:
-    """Of the score function; `with_loads`: captured tensors have tangents too."""
+def tangent(functions: Functions, with_loads: bool) -> Derivative:
+    """Of the tangent of the score, which reads the leaves dot_score and, `with_loads`, dot_load."""
     assert functions.score is not None
     graph = functions.graph.copy()
     slope, loads = _by_leaf(graph, functions.score)
@@ -53,7 +46,7 @@ def tangent(functions: Functions, with_loads: bool) -> Tangent:
     value = graph.const(0.0)
     for term in terms:
         value = graph.add("add", value, term)
-    return Tangent(graph, value, *_by_leaf(graph, value))
+    return Derivative(graph, value, *_by_leaf(graph, value))
 
 
 def _by_leaf(graph: Graph, root: int) -> tuple[int | None, dict[int, int]]:

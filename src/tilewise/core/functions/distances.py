@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from tilewise.core.functions.derivative import derivative
 from tilewise.core.functions.evaluate import Buffers, Evaluator, Values, add_at, times
-from tilewise.core.functions.expression import COMPARISONS, FLOAT, Functions, decode
+from tilewise.core.functions.expression import COMPARISONS, FLOAT, INT, Functions, Graph, decode
 from tilewise.core.functions.patterns import Reader
 
 
@@ -35,7 +36,8 @@ def distance_bias(text: str | None) -> DistanceBias | None:
         return None
     reader = Reader(functions)
     graph, (inner, terms) = reader.graph, reader.sum_with_score(functions.score)
-    if graph.nodes[inner].op != "score" or not all(is_of_distance(reader, term) for term, _ in terms):
+    grown = growth(graph, [term for term, _ in terms])
+    if graph.nodes[inner].op != "score" or any(grown[term] != 0 for term, _ in terms):
         return None
     reads = set[str]().union(*(reader.reads[term] for term, _ in terms))
     node = graph.const(0.0)
@@ -49,21 +51,27 @@ def distance_bias(text: str | None) -> DistanceBias | None:
     return DistanceBias(Functions(graph, node, None, tensors), "b" in reads, "h" in reads, rest)
 
 
-def is_of_distance(reader: Reader, root: int) -> bool:
-    """Whether all that a node reads of i and j is j - i, or which of them is larger."""
-    waiting = [root]
-    while waiting:
-        n = waiting.pop()
-        op, args, *_ = reader.graph.nodes[n]
-        forms = [reader.linear.get(part) for part in (args if op in COMPARISONS else (n,))]
-        # How much they grow where i and j both grow by 1; None of what is not linear.
-        along = {None if form is None else form[0] + form[1] for form in forms}
-        if along == {0} or (op in COMPARISONS and len(along) == 1 and None not in along):
-            continue
+def growth(graph: Graph, roots: Iterable[int]) -> dict[int, int | None]:
+    """By how much nodes grow where i and j both grow by 1, as along a diagonal of scores; None: not known."""
+    grown: dict[int, int | None] = {}
+    for n in graph.reachable(roots):
+        op, args, kind, _ = graph.nodes[n]
+        steps = [step for a in args if (step := grown[a]) is not None]
+        factors = [value for a in args if isinstance(value := graph.value(a), int)]
+        grown[n] = None
         if op in ("i", "j"):
-            return False
-        waiting += args
-    return True
+            grown[n] = 1
+        elif op == "score" or len(steps) < len(args):
+            continue
+        elif not any(steps) or (op in COMPARISONS and steps[0] == steps[1]):
+            grown[n] = 0
+        elif op in (FLOAT, "add"):
+            grown[n] = sum(steps)
+        elif op in ("neg", "sub"):
+            grown[n] = -steps[-1] + sum(steps[:-1])
+        elif op == "mul" and kind == INT and factors:
+            grown[n] = factors[0] * sum(steps)  # one of them is 0
+    return grown
 
 
 @torch.no_grad()

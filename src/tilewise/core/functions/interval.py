@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tilewise.core.functions.evaluate import Buffers, minimum_of, range_extremes
+from tilewise.core.functions.evaluate import Buffers, range_extremes
 from tilewise.core.functions.expression import BOOL, FLOAT, INT, Functions, Graph
 
 Interval = tuple[Tensor, Tensor]
@@ -89,9 +89,8 @@ class Intervals:
             return _cast(args[0], kinds[0], node.op)
         if node.op == "where":
             extreme = self._extreme(n)
-            if extreme is not None:
-                return _BOTH[extreme](*(_cast(x, kind, node.kind) for x, kind in zip(args[1:], kinds[1:])))
-            return _where(args[0], *(_cast(x, kind, node.kind) for x, kind in zip(args[1:], kinds[1:])))
+            x, y = (_cast(side, kind, node.kind) for side, kind in zip(args[1:], kinds[1:]))
+            return _where(args[0], x, y) if extreme is None else _BOTH[extreme](x, y)
         if node.op in ("lt", "le", "eq", "ne"):
             if FLOAT in kinds:
                 args = [_cast(x, kind, FLOAT) for x, kind in zip(args, kinds)]
@@ -198,7 +197,7 @@ def _gathered(table: Tensor, indices: list[Interval], widths: dict[int, int]) ->
         if n in widths:
             step = torch.arange(widths[n], device=low.device)
             after = [1 for axis in widths if axis > n]
-            low = minimum_of(low + step.view(-1, *after), high)
+            low = torch.minimum(low + step.view(-1, *after), high)
         places.append(low)
     return torch.aminmax(table[tuple(places)].flatten(-len(widths)), dim=-1)
 

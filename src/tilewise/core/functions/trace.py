@@ -243,8 +243,8 @@ class _Walk:
             return FunctionType, self.open.index(id(function))
         self.open.append(id(function))
         cells = [self._cell(cell) for cell in function.__closure__ or ()]
-        names = _globals_of(function.__code__)
-        if _imports(function.__code__):
+        names, imports = _reads(function.__code__)
+        if any(name.split(".")[0] not in _CONSTANT for name in imports):
             raise _Unknown
         scope = function.__globals__
         own = [(name, self.key(scope[name])) for name in names if name in scope]
@@ -273,18 +273,15 @@ _DESCRIPTORS = (type(Tensor.add), type(torch.add), type(Tensor.__getitem__))
 
 
 @functools.lru_cache(maxsize=MAX_TRACES)
-def _globals_of(code: CodeType) -> tuple[str, ...]:
-    """The globals that code reads, with that of functions defined in it."""
-    names = {i.argval for i in dis.get_instructions(code) if i.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            names.update(_globals_of(constant))
-    return tuple(sorted(names))
-
-
-@functools.lru_cache(maxsize=MAX_TRACES)
-def _imports(code: CodeType) -> bool:
-    """Whether code, or that of functions defined in it, imports modules whose attributes may change."""
-    names = [i.argval for i in dis.get_instructions(code) if i.opname == "IMPORT_NAME"]
-    inner = [constant for constant in code.co_consts if isinstance(constant, CodeType)]
-    return any(name.split(".")[0] not in _CONSTANT for name in names) or any(map(_imports, inner))
+def _reads(code: CodeType) -> tuple[list[str], list[str]]:
+    """(the globals that code reads, the modules that it imports), with those of functions defined in it."""
+    found: tuple[set[str], set[str]] = set(), set()
+    for i in dis.get_instructions(code):
+        if i.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
+            found[0].add(i.argval)
+        elif i.opname == "IMPORT_NAME":
+            found[1].add(i.argval)
+    for inner in (constant for constant in code.co_consts if isinstance(constant, CodeType)):
+        for names, more in zip(found, _reads(inner)):
+            names.update(more)
+    return sorted(found[0]), sorted(found[1])

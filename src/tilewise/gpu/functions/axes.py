@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import functools
 
-from tilewise.core.functions.distances import is_of_distance
+from tilewise.core.functions.distances import growth
 from tilewise.core.functions.expression import FLOAT, Functions, decode
-from tilewise.core.functions.patterns import Reader
 
 NONE, ROWS, COLUMNS, DIAGONALS, EACH = "none", "rows", "columns", "diagonals", "each"
 
@@ -27,13 +26,15 @@ def axes_of_loads(functions: Functions) -> dict[int, str]:
         >>> list(axes_of_loads(found).values())
         ['diagonals']
     """
-    reader, axes = Reader(functions), {}
-    for n, read in reader.reads.items():
-        op, indices, *_ = reader.nodes[n]
+    graph, axes = functions.graph, {}
+    grown = growth(graph, functions.roots)
+    for n in grown:
+        op, indices, *_ = graph.nodes[n]
         if op != "load":
             continue
+        read = {graph.nodes[m].op for m in graph.reachable(indices)}
         if {"i", "j"} <= read:
-            axes[n] = DIAGONALS if all(is_of_distance(reader, index) for index in indices) else EACH
+            axes[n] = EACH if any(grown[index] != 0 for index in indices) else DIAGONALS
         else:
             axes[n] = ROWS if "i" in read else COLUMNS if "j" in read else NONE
     return axes

@@ -135,11 +135,11 @@ def _source(kernel: KernelFunctions) -> tuple[str, bool]:
         visible = printer.full(functions.mask, BOOL)
         text += printer.function("mask_mod_DIGEST(i, j, seq, captured)", visible)
     if functions.score is not None:
-        graph, slope, _ = derivative(functions)
+        graph, score, slope, _ = derivative(functions)
         slope = graph.const(0.0) if slope is None else slope
         has_slope = graph.value(slope) != 1.0
         printer = _Printer(graph, kernel)
-        results = [printer.full(n, FLOAT) for n in (functions.score, slope)]
+        results = [printer.full(n, FLOAT) for n in (score, slope)]
         text += printer.function("score_mod_DIGEST(s, i, j, seq, captured)", *results)
     return text + _source_of_gradients(kernel), has_slope
 
@@ -148,7 +148,7 @@ def _source_of_gradients(kernel: KernelFunctions) -> str:
     """add_captured, and what it calls for each load: where in the floats it reads, and its sums."""
     if not kernel.wanted:
         return ""
-    axes, (graph, _, slopes) = axes_of_loads(kernel.functions), derivative(kernel.functions)
+    axes, (graph, *_, slopes) = axes_of_loads(kernel.functions), derivative(kernel.functions)
     text, slope_of = "", _Printer(graph, kernel)
     for n, slope in slopes.items():
         if graph.nodes[n].value not in kernel.wanted:

@@ -223,10 +223,8 @@ def _again_decode(
         return None
     new = decode_launch.new_tensors(problem, config, workers, residual)
     stand_ins = [None if n is None else query for n in new]  # plans are found by what is given
-    plans: list[Any] = [
-        find(s.build, problem, s.tensors, *s.choices, fresh=s.fresh)
-        for s in decode_launch.steps(kernels, config, workers, tensors, stand_ins)
-    ]
+    steps = decode_launch.steps(kernels, config, workers, tensors, stand_ins)
+    plans: list[Any] = [find(problem, step) for step in steps]
     if None in plans:
         return None
     allocators = [None if n is None else allocator(query, *n) for n in new]

@@ -121,11 +121,9 @@ def _launch(problem: Any, step: Step, signatures: tuple[Any, ...]) -> None:
         _plans[key] = LaunchPlan(launch, bound, aliases, lambda tensors: build(problem, tensors, *choices))
 
 
-def find(
-    build: Callable[..., Launch], problem: Any, tensors: Tensors, *choices: Any, fresh: Tensors = ()
-) -> LaunchPlan | None:
+def find(problem: Any, step: Step) -> LaunchPlan | None:
     """The plan that `run` has made for such tensors; of `fresh` only those that are None matter."""
-    return _plans.get(_key(problem, Step(build, tensors, choices, fresh), _signatures(tensors)))
+    return _plans.get(_key(problem, step, _signatures(step.tensors)))
 
 
 def _key(problem: Any, step: Step, signatures: tuple[Any, ...]) -> Any:
@@ -204,14 +202,13 @@ class LaunchPlan:
         self._tuples: list[tuple[int, Fill]] = []
         index_of = {id(t): n for n, t in enumerate(tensors) if t is not None}
         for argument in launch.arguments:
+            argument = _address_of_own(argument, index_of)
             position, value = len(self._arguments), [argument]
             if is_descriptor(argument):
                 encode = functools.partial(bound.encode, len(self._descriptors))
                 index, encoded = index_of[id(argument.base)], EncodedDescriptors(argument, encode)
                 self._descriptors.append((position, index, encoded))
                 value = [None, *encode(argument)[1:]]
-            elif isinstance(argument, Tensor) and id(argument) not in index_of:
-                value = [argument.data_ptr()]  # the library's own, which stays where it is
             elif isinstance(argument, Tensor):
                 self._pointers.append((position, index_of[id(argument)]))
                 value = [None]
@@ -294,7 +291,7 @@ def is_descriptor(argument: Any) -> bool:
 
 
 def _address_of_own(item: Any, index_of: dict[int, int]) -> Any:
-    """The address in place of a tensor that is the library's own; anything else as it is."""
+    """The address in place of a tensor that is the library's own, which stays; anything else as it is."""
     return item.data_ptr() if isinstance(item, Tensor) and id(item) not in index_of else item
 
 

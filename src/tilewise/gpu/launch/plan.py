@@ -164,7 +164,7 @@ def plan_steps(
     """What the first call has planned for steps, by the locations of their tensors; None if it has not."""
     found = []
     for step in steps:
-        plan = find(step.build, problem, step.tensors, *step.choices, fresh=step.fresh)
+        plan = find(problem, step)
         if plan is None:
             return None
         found.append((plan, [locations[id(t)] for t in (*step.tensors, *step.fresh)]))

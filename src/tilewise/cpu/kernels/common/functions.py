@@ -46,7 +46,7 @@ class KernelFunctions(Expression):
         graph, self.slope = functions.graph, None
         self.load_slopes: dict[int, int] = {}  # of loads whose gradient is wanted: d score / d load
         if with_slope and functions.score is not None:
-            graph, slope, loads = derivative(functions)
+            graph, _, slope, loads = derivative(functions)
             self.slope = graph.const(0.0) if slope is None else slope
             tensors, nodes = functions.tensors, graph.nodes
             self.load_slopes = {n: g for n, g in loads.items() if tensors[nodes[n].value].wants_grad}
