@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from tilewise.core.functions.captured import check_indices
 from tilewise.core.functions.trace import trace
 from tilewise.core.plan import Results
 from tilewise.core.problem import Inputs, Options, describe
@@ -61,7 +62,7 @@ def _functions(heads: int) -> str:
             8 * torch.tanh(s / 8) * slopes[h] + table[h, (i - j).clamp(0, 63)] + table[h, i]
         ),
     )
-    return found.functions.text
+    return check_indices(found, (2, heads, 512, 512)).text
 
 
 def _learned(heads: int, reads_each: bool) -> str:

@@ -26,7 +26,6 @@ from typing import Any, NamedTuple
 from tilewise.core.functions.captured import wide_integers
 from tilewise.core.functions.derivative import derivative
 from tilewise.core.functions.expression import BOOL, FLOAT, FUNCTIONS, INT, Functions, Graph, decode
-from tilewise.core.problem import AttentionProblem
 from tilewise.gpu.functions.axes import COLUMNS, DIAGONALS, EACH, NONE, ROWS, axes_of_loads
 
 _making = threading.Lock()  # others would find a module that is not yet filled
@@ -49,15 +48,10 @@ class KernelFunctions(NamedTuple):
 
 
 @functools.lru_cache(maxsize=1024)
-def kernel_functions(text: str) -> KernelFunctions:
+def kernel_functions(text: str, wanted: frozenset[int] = frozenset()) -> KernelFunctions:
     """Of a `Functions.text`."""
     functions = decode(text)
-    return KernelFunctions(functions.plain_text, functions.guarded)
-
-
-def functions_of(problem: AttentionProblem) -> KernelFunctions | None:
-    """What is compiled of a call's functions."""
-    return None if problem.functions is None else kernel_functions(problem.functions)
+    return KernelFunctions(functions.plain_text, functions.guarded, wanted)
 
 
 @functools.lru_cache(maxsize=1024)

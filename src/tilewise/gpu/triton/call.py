@@ -14,7 +14,7 @@ from tilewise.core.dropout import rate, threshold
 from tilewise.core.problem import AttentionProblem, Inputs
 from tilewise.gpu.functions.axes import bytes_of_loads
 from tilewise.gpu.functions.captured import Captured, layout_on
-from tilewise.gpu.functions.source import Helpers, KernelFunctions, helpers
+from tilewise.gpu.functions.source import Helpers, helpers, kernel_functions
 from tilewise.gpu.launch.gpus import gpu_of
 from tilewise.gpu.launch.launch_plan import Launch, Tensors, is_interpreted
 from tilewise.gpu.triton.arguments import (
@@ -123,9 +123,11 @@ class Call:
     """What the arguments of every kernel are made of: `launchable` inputs, results and numbers."""
 
     def __init__(
-        self, problem: AttentionProblem, tensors: Tensors, functions: KernelFunctions | None = None
+        self, problem: AttentionProblem, tensors: Tensors, wanted: frozenset[int] = frozenset()
     ) -> None:
-        self.problem, self.functions = problem, functions
+        """`wanted`: the captured tensors whose gradient the kernel sums."""
+        text, self.problem = problem.functions, problem
+        self.functions = None if text is None else kernel_functions(text, wanted)
         self.inputs = inputs = Inputs(*tensors[:_N])  # type: ignore[arg-type]
         self.results = Results(*tensors[_N:])
         self.is_packed = problem.is_packed

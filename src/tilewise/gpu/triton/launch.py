@@ -18,7 +18,7 @@ from tilewise.core.problem import AttentionProblem, Gradients, Inputs
 from tilewise.core.signature import new_out
 from tilewise.gpu.functions import distances
 from tilewise.gpu.functions.distances import as_bias
-from tilewise.gpu.functions.source import KernelFunctions, functions_of, wanted_tensors
+from tilewise.gpu.functions.source import wanted_tensors
 from tilewise.gpu.launch.launch_plan import (
     Launch,
     Step,
@@ -71,18 +71,18 @@ def forward(
     if problem.is_quantized:
         problem, inputs = dequantized(problem, inputs)
     problem, inputs = as_bias(problem, inputs, distances_as_bias)
-    functions, given, inputs = functions_of(problem), inputs, launchable(inputs)
+    given, inputs = inputs, launchable(inputs)
     query = inputs.query
     *batch, seqlen, heads, _ = query.shape
     out = new_out(query, problem.head_dim_v, order)
     lse = query.new_empty((*batch, heads, seqlen), dtype=torch.float32)
     rest = (torch.empty_like(lse),) if residual else ()
     results = Results(out, lse, *rest)
-    if functions is not None:
+    if problem.functions is not None:
         tile = tile or _forward_tile(Call(problem, inputs))
         visited, counts = visits(problem, given, tile.block_m, tile.block_n)
         results = results._replace(order=visited, counts=counts)
-    run(forward_launch, problem, inputs, tile, functions, fresh=results)
+    run(forward_launch, problem, inputs, tile, fresh=results)
     return out, lse, *rest
 
 
@@ -91,15 +91,10 @@ def _forward_tile(call: Call) -> KernelTile:
     return call.tile("forward_short" if is_short else "forward")
 
 
-def forward_launch(
-    problem: AttentionProblem,
-    tensors: Tensors,
-    tile: KernelTile | None,
-    functions: KernelFunctions | None = None,
-) -> Launch:
+def forward_launch(problem: AttentionProblem, tensors: Tensors, tile: KernelTile | None) -> Launch:
     from tilewise.gpu.triton.forward import attn_fwd_kernel
 
-    call = Call(problem, tensors, functions)
+    call = Call(problem, tensors)
     tile = tile or _forward_tile(call)
     arguments = (
         *map(call.rows, (*call.inputs[:3], call.results.out)),
@@ -120,8 +115,7 @@ def backward(
     """Gradients by recomputation from lse + residual, each in its input's dtype; the same bits every time."""
     call = (problem, inputs)
     problem, inputs = as_bias(problem, inputs, distances_as_bias)
-    tiles, functions, given_inputs = tiles or {}, functions_of(problem), inputs
-    inputs = launchable(inputs)
+    tiles, given_inputs, inputs = tiles or {}, inputs, launchable(inputs)
     query, key, value = inputs[:3]
     # rows outside a cache's sequences are never visited
     fresh = torch.zeros if problem.is_cached else torch.empty
@@ -130,10 +124,10 @@ def backward(
     given = _readable(known, dout, dlse)
     dbias, dcaptured = unshared_dbias(problem, inputs), _new_dcaptured(problem, inputs)
     results = Results(*given, *new_statistics(problem, given[1]), dq, dk, dv, dbias, dcaptured)
-    steps = backward_steps(problem, inputs, results, tiles, functions, given_inputs)
+    steps = backward_steps(problem, inputs, results, tiles, given_inputs)
     run_steps(problem, steps)
     if problem.bias_needs_grad and dbias is None:
-        dbias = shared_dbias(problem, inputs, results, tiles.get("dbias"), functions)
+        dbias = shared_dbias(problem, inputs, results, tiles.get("dbias"))
     dsinks = results.dsinks
     if dsinks is not None:
         dsinks = dsinks.sum(-1 if problem.is_packed else (0, 2)).to(inputs.sinks.dtype)  # type: ignore[union-attr]
@@ -152,11 +146,11 @@ def bias_gradient(
     """
     call = (problem, inputs)
     problem, inputs = as_bias(problem, inputs, distances_as_bias)
-    functions, inputs = functions_of(problem), launchable(inputs)
+    inputs = launchable(inputs)
     given = _readable(known, dout, dlse)
     results = Results(*given, *new_statistics(problem, given[1]))
-    run_steps(problem, [_step((*inputs, *given), _prepare_launch, results, functions)])
-    dbias = shared_dbias(problem, inputs, results, None, functions, is_early=False)
+    run_steps(problem, [_step((*inputs, *given), _prepare_launch, results)])
+    dbias = shared_dbias(problem, inputs, results, None, is_early=False)
     if problem.bias_of_distances:
         return BiasGradient(None, distances.gradient(*call, dbias))
     return BiasGradient(dbias, None)
@@ -191,7 +185,6 @@ def backward_steps(
     inputs: Inputs,
     results: Results,
     tiles: Tiles,
-    functions: KernelFunctions | None = None,
     given_inputs: Inputs | None = None,
 ) -> list[Step]:
     """The launches of a backward but for the bias: row statistics, dk and dv, dq.
@@ -203,17 +196,17 @@ def backward_steps(
     given, device = (*inputs, *results[:GIVEN]), inputs.query.device
 
     def step(build: Callable[..., Launch], results: Results, name: str, tile: KernelTile | None) -> Step:
-        if functions is None or given_inputs is None:
+        if problem.functions is None or given_inputs is None:
             return _step(given, build, results, tile)
         by_key = name != "dq"
-        wanted = frozenset() if by_key else wanted_tensors(problem.functions)
-        tile = tile or table_tile("dq_captured" if wanted else name, problem, device)
+        adds_captured = not by_key and wanted_tensors(problem.functions)
+        tile = tile or table_tile("dq_captured" if adds_captured else name, problem, device)
         assert tile is not None
         order, counts = visits(problem, given_inputs, tile.block_m, tile.block_n, by_key)
         results = results._replace(order=order, counts=counts)
-        return _step(given, build, results, tile, functions._replace(wanted=wanted))
+        return _step(given, build, results, tile)
 
-    steps = [_step(given, _prepare_launch, results, functions)]
+    steps = [_step(given, _prepare_launch, results)]
     dk_tile, dv_tile = (tiles.get(n) or table_tile(n, problem, device) for n in ("dk", "dv"))
     if dk_tile is None or dv_tile is None or "dkdv" in tiles:
         steps.append(step(_dkdv_launch, results, "dkdv", tiles.get("dkdv")))
@@ -228,12 +221,10 @@ def _step(given: Tensors, build: Callable[..., Launch], results: Results, *choic
     return Step(build, given, choices, results[GIVEN:])
 
 
-def _prepare_launch(
-    problem: AttentionProblem, tensors: Tensors, functions: KernelFunctions | None = None
-) -> Launch:
+def _prepare_launch(problem: AttentionProblem, tensors: Tensors) -> Launch:
     from tilewise.gpu.triton.backward import attn_bwd_prepare_kernel
 
-    call = Call(problem, tensors, functions)
+    call = Call(problem, tensors)
     r, blocks = call.results, call.tiles_q(STAT_ROWS)
     is_wide = problem.head_dim_v * problem.dtype.itemsize > 512  # bytes of a row; 128 of them would spill
     tile = KernelTile(32 if is_wide else STAT_ROWS, 16, 4, 1)
@@ -249,15 +240,10 @@ def _prepare_launch(
     return call.launch(attn_bwd_prepare_kernel, tile, blocks * call.bh_q, arguments)
 
 
-def _dkdv_launch(
-    problem: AttentionProblem,
-    tensors: Tensors,
-    tile: KernelTile | None,
-    functions: KernelFunctions | None = None,
-) -> Launch:
+def _dkdv_launch(problem: AttentionProblem, tensors: Tensors, tile: KernelTile | None) -> Launch:
     from tilewise.gpu.triton.backward import attn_bwd_dkdv_kernel
 
-    call = Call(problem, tensors, functions)
+    call = Call(problem, tensors)
     r, tile = call.results, tile or call.tile("dkdv")
     arguments = (
         *map(call.rows, (*call.inputs[:3], r.dout, r.dk, r.dv)),
@@ -267,20 +253,16 @@ def _dkdv_launch(
     return call.launch_tiled(attn_bwd_dkdv_kernel, tile, arguments, by_key=True, is_early=True)
 
 
-def _dq_launch(
-    problem: AttentionProblem,
-    tensors: Tensors,
-    tile: KernelTile | None,
-    functions: KernelFunctions | None = None,
-) -> Launch:
+def _dq_launch(problem: AttentionProblem, tensors: Tensors, tile: KernelTile | None) -> Launch:
     from tilewise.gpu.triton.backward import attn_bwd_dq_kernel
 
-    call = Call(problem, tensors, functions)
+    wanted = wanted_tensors(problem.functions)
+    call = Call(problem, tensors, wanted)
     r, tile = call.results, tile or call.tile("dq")
     arguments = (
         *map(call.rows, (*call.inputs[:3], r.dout, r.dq)),
         None if r.dbias is None else ScoreTensor(r.dbias, *r.dbias.stride()),
-        None if functions is None or not functions.wanted else r.dcaptured,
+        r.dcaptured if wanted else None,
         *call.descriptors(call.inputs[1:3], tile.block_n, tile.has_tma),
         *(r.shift, r.low, r.delta),
     )

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from tilewise.core.problem import AttentionProblem, Inputs
-from tilewise.gpu.functions.source import KernelFunctions
 from tilewise.gpu.launch.launch_plan import Launch, Step, Tensors, run_steps
 from tilewise.gpu.triton.arguments import BiasSizes, ScoreTensor
 from tilewise.gpu.triton.call import GIVEN, Call, Results, table_tile
@@ -36,7 +35,6 @@ def shared_dbias(
     inputs: Inputs,
     results: Results,
     tile: KernelTile | None,
-    functions: KernelFunctions | None = None,
     is_early: bool = True,
 ) -> Tensor:
     """Gradient of the bias in its own shape and dtype: float32 sums, over splits in a fixed order.
@@ -56,7 +54,7 @@ def shared_dbias(
         shape = [shape[0], sizes.tiles_m, tile.block_m + tile.block_n]
     partial = torch.empty((splits * batch, *shape), dtype=dtype, device=bias.device)
     given = (*inputs, *results[:GIVEN])
-    choices = (tile, sizes, functions, is_early)
+    choices = (tile, sizes, is_early)
     fresh = results._replace(dbias=partial)[GIVEN:]
     run_steps(problem, [Step(_dbias_launch, given, choices, fresh)])
     total = partial if splits == 1 else partial.view(splits, batch, *shape).sum(0).to(bias.dtype)
@@ -107,12 +105,11 @@ def _dbias_launch(
     tensors: Tensors,
     tile: KernelTile,
     sizes: BiasSizes,
-    functions: KernelFunctions | None,
     is_early: bool,
 ) -> Launch:
     from tilewise.gpu.triton.bias.kernel import attn_bwd_dbias_kernel
 
-    call = Call(problem, tensors, functions)
+    call = Call(problem, tensors)
     r = call.results
     assert r.dbias is not None
     programs = r.dbias.shape[0] * sizes.bias_heads * sizes.tiles_m * sizes.tiles_n
