@@ -98,10 +98,14 @@ def _attention_backward(
 
 def _attention_backward_fake(dout: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
     inputs, options, (_, needs_bias_gradient) = _rebuild(arguments[4:])
-    grads = _empty_gradients(inputs)
+    return wanted(_empty_gradients(inputs), options, needs_bias_gradient)
+
+
+def wanted(grads: Gradients, options: Options, needs_bias_gradient: bool) -> tuple[Tensor, ...]:
+    """As `attention_backward` returns them."""
     if options.functions is None or not decode(options.functions).wants_grad:
         grads = grads._replace(captured_floats=None)
-    return _no_none(grads if needs_bias_gradient else grads._replace(bias=None), dout)
+    return _no_none(grads if needs_bias_gradient else grads._replace(bias=None), grads.query)
 
 
 def _empty_gradients(inputs: Inputs) -> Gradients:

@@ -81,12 +81,7 @@ class AttentionBackward(torch.autograd.Function):
         rest = (*results_and_tensors, *ctx.scalars)
         grads = AttentionDoubleBackward.apply(*directions(dots), dout, dlse, *rest)[2:]
         if dout_dot is None and dlse_dot is None:
-            grads = Gradients(*grads)
-            unwanted = {} if ctx.bias_needs_grad else {"bias": grads.query.new_empty(0)}
-            functions = Options(*ctx.scalars[:-1]).functions
-            if functions is None or not decode(functions).wants_grad:
-                unwanted["captured_floats"] = grads.query.new_empty(0)
-            return tuple(grads._replace(**unwanted))  # type: ignore[arg-type]
+            return operators.wanted(Gradients(*grads), Options(*ctx.scalars[:-1]), ctx.bias_needs_grad)
         dout_dot = torch.zeros_like(results_and_tensors[0]) if dout_dot is None else dout_dot
         linear = AttentionBackward.apply(dout_dot, dlse_dot, *rest, ctx.bias_needs_grad)
         return tuple(a + b if b.numel() else b for a, b in zip(grads, linear))

@@ -68,7 +68,7 @@ def kept(
     if (
         found is not None
         and found.versions == versions
-        and _are(found.others, bases[1:])
+        and all(reference() is t for reference, t in zip(found.others, bases[1:], strict=True))
         and all(map(has_storage, tensors, found.storages))
     ):
         return found.result  # type: ignore[no-any-return]
@@ -128,10 +128,6 @@ def _bytes(result: Any) -> int:
     """Of a tensor, or of those in a tuple."""
     parts = result if isinstance(result, tuple) else (result,)
     return sum(t.nbytes for t in parts if isinstance(t, Tensor))
-
-
-def _are(references: Sequence[TensorWeakRef], tensors: Sequence[Tensor]) -> bool:
-    return all(reference() is t for reference, t in zip(references, tensors, strict=True))
 
 
 def clear() -> None:

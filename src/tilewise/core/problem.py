@@ -290,15 +290,11 @@ def describe_tensors(signatures: Any, options: Options, is_value_in_key: bool) -
     head_dim, head_dim_v = query.shape[-1], value.shape[-1]
     num_heads, num_kv_heads = query.shape[-2], key.shape[-2]
     page_size = key.shape[1] if is_paged else None
-    if is_packed:
-        seqlen_q = _longest(query.shape[0], options.max_seqlen_q)
-    else:
-        seqlen_q = query.shape[1]
+    seqlen_q = _longest(query.shape[0], options.max_seqlen_q) if is_packed else query.shape[1]
     if signatures.cu_seqlens_k is not None:
         seqlen_k = _longest(key.shape[0], options.max_seqlen_k)
     else:
-        pages = 1 if signatures.page_table is None else signatures.page_table.shape[1]
-        seqlen_k = pages * key.shape[1]
+        seqlen_k = key.shape[1] * (signatures.page_table.shape[1] if is_paged else 1)
     if options.precision in EIGHT_BIT:
         check_8_bit(signatures, options.precision)
     if signatures.query_blocks is not None:

@@ -57,18 +57,13 @@ class Graph:
         self.nodes: list[Node] = []
         self._numbers: dict[Any, int] = {}
 
-    def copy(self) -> Graph:
+    def copy(self, tensors: dict[int, int] | None = None) -> Graph:
+        """Its nodes by the same numbers; `tensors`: which ones loads read instead."""
         other = Graph()
-        other.nodes, other._numbers = list(self.nodes), dict(self._numbers)
-        return other
-
-    def with_tensors(self, tensors: dict[int, int]) -> Graph:
-        """A copy whose loads read from other tensors; nodes keep their numbers."""
-        other = Graph()
-        other.nodes = [
-            node._replace(value=tensors[n]) if n in tensors else node for n, node in enumerate(self.nodes)
-        ]
-        other._numbers = {(node, repr(node.value)): n for n, node in enumerate(other.nodes)}
+        for n, node in enumerate(self.nodes):
+            node = node._replace(value=tensors[n]) if tensors and n in tensors else node
+            other.nodes.append(node)
+            other._numbers[node, repr(node.value)] = n
         return other
 
     def add(self, op: str, *args: int, value: Any = None, kind: str | None = None) -> int:
@@ -259,7 +254,7 @@ class Functions:
         """With those captured tensors only that a load reads, and their numbers in these functions."""
         loads = [n for n in self.graph.reachable(self.roots) if self.graph.nodes[n].op == "load"]
         numbers = sorted({self.graph.nodes[n].value for n in loads})
-        graph = self.graph.with_tensors({n: numbers.index(self.graph.nodes[n].value) for n in loads})
+        graph = self.graph.copy({n: numbers.index(self.graph.nodes[n].value) for n in loads})
         tensors = tuple(self.tensors[n] for n in numbers)
         return replace(self, graph=graph, tensors=tensors), tuple(numbers)
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilewise.core.functions.expression import BOOL, FLOAT, FUNCTIONS, INT, Graph
+from tilewise.core.functions.expression import BOOL, COMPARISONS, FLOAT, FUNCTIONS, INT, Graph
 
 BOUNDS_HAVE_SLOPES = torch.__version__ >= "2.14"  # of a clamp, whose slope there was x's before
 _OWN = (os.path.dirname(__file__), os.path.dirname(torch.__file__))
@@ -184,6 +184,10 @@ def _flat(values: Iterable[Any]) -> Iterable[Any]:
             yield value
 
 
+def _unary(op: str) -> Callable[..., Proxy]:
+    return lambda r, x: r.add(op, x)
+
+
 def _binary(op: str, swap: bool = False) -> Callable[..., Proxy]:
     def method(r: Recorder, a: Any, b: Any) -> Proxy:
         return r.add(op, b, a) if swap else r.add(op, a, b)
@@ -283,6 +287,20 @@ def _constant(value: Any) -> Callable[..., Proxy]:
     return method
 
 
+_UNARY = {op: op for op in (*FUNCTIONS, "neg", "abs")} | {
+    "negative": "neg", "absolute": "abs", "invert": "not", "bitwise_not": "not", "float": FLOAT,
+    "double": FLOAT, "half": FLOAT, "bfloat16": FLOAT, "int": INT, "long": INT, "bool": BOOL,
+}  # fmt: skip
+_BINARY = {op: op for op in ("mul", "pow", "minimum", "maximum", *COMPARISONS, "and", "or", "xor")} | {
+    "multiply": "mul", "floordiv": "floordiv", "floor_divide": "floordiv", "mod": "mod", "remainder": "mod",
+    "less": "lt", "less_equal": "le", "not_equal": "ne", "bitwise_and": "and", "bitwise_or": "or",
+    "bitwise_xor": "xor", "lshift": "shl", "rshift": "shr", "bitwise_left_shift": "shl",
+    "bitwise_right_shift": "shr",
+}  # fmt: skip
+_SWAPPED = {
+    "gt": "lt", "ge": "le", "greater": "lt", "greater_equal": "le", "rsub": "sub", "rtruediv": "div",
+    "rdiv": "div", "rfloordiv": "floordiv", "rmod": "mod", "rpow": "pow",
+}  # fmt: skip
 METHODS: dict[str, Callable[..., Any]] = {
     "add": _scaled("add"), "sub": _scaled("sub"), "subtract": _scaled("sub"),
     "div": _div, "divide": _div, "fmod": _fmod, "where": _where, "clamp": _clamp, "clip": _clamp,
@@ -300,30 +318,12 @@ METHODS: dict[str, Callable[..., Any]] = {
     "exp2": lambda r, x: r.add("exp", r.add("mul", x, math.log(2))),
     "log2": lambda r, x: r.add("mul", r.add("log", x), 1 / math.log(2)),
     "sign": lambda r, x: r.add("sub", r.add("int", r.add("lt", 0, x)), r.add("int", r.add("lt", x, 0))),
-    "gt": _binary("lt", swap=True), "ge": _binary("le", swap=True),
-    "greater": _binary("lt", swap=True), "greater_equal": _binary("le", swap=True),
-    "less": _binary("lt"), "less_equal": _binary("le"), "not_equal": _binary("ne"),
-    "rsub": _binary("sub", swap=True), "rtruediv": _binary("div", swap=True),
-    "rdiv": _binary("div", swap=True),
-    "rfloordiv": _binary("floordiv", swap=True), "rmod": _binary("mod", swap=True),
-    "rpow": _binary("pow", swap=True),
-    "true_divide": _div, "truediv": _div, "floor_divide": _binary("floordiv"), "remainder": _binary("mod"),
-    "multiply": _binary("mul"), "negative": lambda r, x: r.add("neg", x), "pos": lambda r, x: x,
-    "absolute": lambda r, x: r.add("abs", x), "invert": lambda r, x: r.add("not", x),
-    "bitwise_not": lambda r, x: r.add("not", x), "bitwise_and": _binary("and"), "bitwise_or": _binary("or"),
-    "bitwise_xor": _binary("xor"), "lshift": _binary("shl"), "rshift": _binary("shr"),
-    "bitwise_left_shift": _binary("shl"), "bitwise_right_shift": _binary("shr"),
+    "true_divide": _div, "truediv": _div, "pos": lambda r, x: x,
     "logical_and": _logical("and"), "logical_or": _logical("or"), "logical_xor": _logical("xor"),
     "logical_not": _logical("not"),
-    "float": lambda r, x: r.add(FLOAT, x), "double": lambda r, x: r.add(FLOAT, x),
-    "half": lambda r, x: r.add(FLOAT, x), "bfloat16": lambda r, x: r.add(FLOAT, x),
-    "int": lambda r, x: r.add(INT, x), "long": lambda r, x: r.add(INT, x),
-    "bool": lambda r, x: r.add(BOOL, x),
-    **{op: _binary(op) for op in (
-        "mul", "floordiv", "mod", "pow", "minimum", "maximum", "lt", "le", "eq", "ne", "and", "or", "xor",
-    )},
-    **{op: (lambda r, x, op=op: r.add(op, x)) for op in ("neg", "abs")},
-    **{op: (lambda r, x, op=op: r.add(op, x)) for op in FUNCTIONS},
+    **{name: _unary(op) for name, op in _UNARY.items()},
+    **{name: _binary(op) for name, op in _BINARY.items()},
+    **{name: _binary(op, swap=True) for name, op in _SWAPPED.items()},
     **{op: _rounded(op) for op in ("floor", "ceil", "round", "trunc")},
 }  # fmt: skip
 
