@@ -71,7 +71,7 @@ def _added(
     block_mask: Any, cached: Cached | None, is_shard: bool, whole: Extent | None,
 ) -> tuple[Inputs, Options]:  # fmt: skip
     check_tensors(query=inputs.query, key=inputs.key)
-    extent, slopes = _extent(inputs, options), inputs.alibi_slopes
+    extent, slopes = _extent(inputs), inputs.alibi_slopes
     is_scored = is_learned(slopes) or (is_shard and score_mod is not None)
     if slopes is not None and is_scored and extent is not None:
         shift, (batch, heads, *_) = key_shift(inputs), whole or extent
@@ -123,17 +123,15 @@ def with_slopes(slopes: Tensor, shift: int, score_mod: ScoreFunction | None) -> 
     return score
 
 
-def _extent(inputs: Inputs, options: Options) -> Extent | None:
-    """None of shapes that the checks refuse."""
+def _extent(inputs: Inputs) -> Extent | None:
+    """None of shapes that the checks refuse. Packed sequences may be as long as all tokens: a wrong
+    `max_seqlen` leaves no index unguarded.
+    """
     query, key, starts, table = inputs.query, inputs.key, inputs.cu_seqlens_q, inputs.page_table
     if query.ndim != (4 if starts is None else 3) or key.ndim not in (3, 4):
         return None
     batch = query.shape[0] if starts is None else max(0, starts.numel() - 1)
     seqlen_q, seqlen_k = query.shape[-3], key.shape[-3] if table is None else key.shape[1] * table.shape[-1]
-    if isinstance(options.max_seqlen_q, int):
-        seqlen_q = min(seqlen_q, options.max_seqlen_q)
-    if isinstance(options.max_seqlen_k, int):
-        seqlen_k = min(seqlen_k, options.max_seqlen_k)
     return batch, query.shape[-2], seqlen_q, seqlen_k
 
 
