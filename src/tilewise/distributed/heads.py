@@ -7,7 +7,7 @@ that are fewer than ranks; their gradients are summed.
 from __future__ import annotations
 
 import functools
-import itertools
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,14 +19,13 @@ from tilewise.core.kept import kept_on_device
 from tilewise.distributed import peer_memory
 from tilewise.distributed.layout import Layout
 from tilewise.distributed.parts import wide
-from tilewise.distributed.peer_memory import KEYS, PeerMemory, stream_of
+from tilewise.distributed.peer_memory import KEYS, stream_of
 from tilewise.distributed.ranks import Ranks, to_device
 from tilewise.distributed.schedule import Range, num_rows
-from tilewise.distributed.wire import row_index
+from tilewise.distributed.wire import row_index, rows_of
 from tilewise.gpu.launch.launch_plan import HAS_TRITON
 
 MOST_SOURCES = 16  # ranks whose tokens one launch takes
-MAX_MESSAGES = 4  # of a tensor from one rank; more ranges of rows are packed into one message
 
 
 @dataclass(frozen=True)
@@ -35,7 +34,6 @@ class Swap:
 
     ranks: Ranks
     rows: tuple[tuple[Range, ...], ...]  # of each rank: where its tokens are in the group's order
-    joins: bool  # tensors that are alike travel as one message, and arrive as slices of one
     most: tuple[int, int]  # tokens of a rank, and of such a group, where they are most
 
     @property
@@ -52,12 +50,8 @@ def heads_of(world: int, num_heads: int, num_kv_heads: int) -> tuple[tuple[slice
 
 
 def swap_of(ranks: Ranks, layout: Layout, first: int) -> Swap:
-    """For members that are ranks `first`, `first + 1`, ... of a layout.
-
-    If there are others, what arrives goes on to them, as whole tensors.
-    """
-    world = ranks.world
-    return Swap(ranks, _rows(layout, first, world), world == layout.world, _most(layout, world))
+    """For members that are ranks `first`, `first + 1`, ... of a layout."""
+    return Swap(ranks, _rows(layout, first, ranks.world), _most(layout, ranks.world))
 
 
 @functools.lru_cache(maxsize=128)
@@ -81,7 +75,6 @@ def _rows(layout: Layout, first: int, world: int) -> tuple[tuple[Range, ...], ..
 
 
 Heads = tuple[tuple[slice, ...], ...]  # of each tensor, for each rank
-Group = tuple[tuple[Tensor, ...], Heads]
 
 
 def tokens_to_heads(swap: Swap, tensors: tuple[Tensor, ...], heads: Heads) -> tuple[Tensor, ...]:
@@ -102,204 +95,141 @@ class _Exchange(torch.autograd.Function):
         ctx: Any, swap: Swap, heads: Heads, there: Any, back: Any, *tensors: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.call = swap, heads, back
-        return there(swap, heads, tensors)  # type: ignore[no-any-return]
+        return there(swap, heads, [t.transpose(0, 1) for t in tensors])  # type: ignore[no-any-return]
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
         swap, heads, back = ctx.call
-        return None, None, None, None, *back(swap, heads, grads)
+        return None, None, None, None, *back(swap, heads, [g.transpose(0, 1) for g in grads])
 
 
-def _scatter(swap: Swap, heads: Heads, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Each tensor's heads to their ranks. What arrives is received where it belongs; what stays is put there
-    meanwhile."""
-    if (memory := _memory_for(swap, tensors, swap.most[0])) is not None:
-        return _scatter_by_reading(memory, swap, tensors, heads)
-    me, rows, groups = swap.ranks.rank, swap.rows, _groups(swap, tensors, heads)
-    sends, receives, scattered, staying, results = [], [], [], [], []
-    for joined, h in groups:
-        by_token = [t.transpose(0, 1) for t in joined]
-        places = _places(h, me)
-        result = by_token[0].new_empty(
-            (swap.length, *by_token[0].shape[1:2], places[-1].stop, joined[0].shape[-1])
-        )
-        for rank, ranges in enumerate(rows):
-            mine = [t[:, :, own[rank]] for t, own in zip(by_token, h, strict=True)]
-            if rank == me:
-                staying += [(result[:, :, p], ranges, t) for p, t in zip(places, mine, strict=True)]
-                continue
-            chunk = torch.cat(mine, 2) if len(mine) > 1 else mine[0].contiguous()
-            sends += [(rank, m) for m in _chunk_messages(chunk, rows[me])]
-            if len(ranges) > MAX_MESSAGES:
-                chunk = result.new_empty((num_rows(ranges), *result.shape[1:]))
-                scattered.append((result, ranges, chunk))
-                receives.append((rank, chunk))
-            else:
-                receives += [(rank, result[a:b]) for a, b in ranges]
-        results += [result[:, :, p] for p in places]
-    works = swap.ranks.exchange(sends, receives)
-    for result, ranges, chunk in staying:
-        _put(result, ranges, chunk)
-    for work in works:
-        work.wait()
-    for result, ranges, chunk in scattered:
-        _put(result, ranges, chunk)
-    return tuple(t.transpose(0, 1) for t in results)
+def _scatter(swap: Swap, heads: Heads, tensors: list[Tensor]) -> tuple[Tensor, ...]:
+    """Each tensor's heads to their ranks, (tokens of the rank, batch, heads, dim)."""
+    me, lengths = swap.ranks.rank, [num_rows(ranges) for ranges in swap.rows]
+    shapes = [[(length, *t.shape[1:]) for length in lengths] for t in tensors]
+    parts = _published(swap.ranks, tensors, swap.most[0], shapes)
+    if parts is not None:
+        parts = [[t[:, :, own[me]] for t in of_all] for of_all, own in zip(parts, heads, strict=True)]
+    else:
+        sent = [[t[:, :, theirs] for theirs in h] for t, h in zip(tensors, heads, strict=True)]
+        parts = _by_messages(swap.ranks, sent, lengths)
+    return tuple(_in_order(swap.rows, of_all).transpose(0, 1) for of_all in parts)
 
 
-def _gather(swap: Swap, heads: Heads, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """The way back. A head that comes from several ranks is their sum."""
-    if (memory := _memory_for(swap, tensors, swap.most[1])) is not None:
-        return _gather_by_reading(memory, swap, tensors, heads)
-    me, rows = swap.ranks.rank, swap.rows
-    sends, receives, arriving, staying, results = [], [], [], [], []
-    for joined, h in _groups(swap, tensors, heads):
-        by_token = [t.transpose(0, 1) for t in joined]
-        t = torch.cat(by_token, 2) if len(by_token) > 1 else by_token[0].contiguous()
-        targets = []
-        for own in h:
-            is_shared = sum(s.stop - s.start for s in own) > own[-1].stop
-            shape = (t.shape[1], num_rows(rows[me]), own[-1].stop, t.shape[-1])
-            results.append(t.new_zeros(shape) if is_shared else t.new_empty(shape))
-            targets.append((results[-1].transpose(0, 1), own, is_shared))
-        for rank, ranges in enumerate(rows):
-            places = _places(h, rank)
-            parts = [
-                (x[:, :, own[rank]], p, shared) for (x, own, shared), p in zip(targets, places, strict=True)
-            ]
-            if rank == me:
-                staying += [(part, t[:, :, p], is_shared) for part, p, is_shared in parts]
-                continue
-            chunk = t.new_empty((num_rows(rows[me]), t.shape[1], places[-1].stop, t.shape[-1]))
-            receives += [(rank, m) for m in _chunk_messages(chunk, rows[me])]
-            if len(ranges) > MAX_MESSAGES:
-                sends.append((rank, t[row_index(ranges, t.device)]))
-            else:
-                sends += [(rank, t[a:b]) for a, b in ranges]
-            arriving += [(part, chunk[:, :, p], is_shared) for part, p, is_shared in parts]
-    works = swap.ranks.exchange(sends, receives)
-    for target, t, is_shared in staying:
-        for part, chunk in _taken(target, rows[me], t):
-            part.add_(chunk) if is_shared else part.copy_(chunk)
-    for work in works:
-        work.wait()
-    for target, chunk, is_shared in arriving:
-        target.add_(chunk) if is_shared else target.copy_(chunk)
-    return tuple(results)
-
-
-def _memory_for(swap: Swap, tensors: tuple[Tensor, ...], most: int) -> PeerMemory | None:
-    """With a slot for each tensor, of so many tokens."""
-    sizes = [most * t.shape[0] * t.shape[2] * t.shape[3] * t.dtype.itemsize for t in tensors]
-    return peer_memory.memory_of(swap.ranks, tensors[0].device, KEYS, sizes)
-
-
-def _scatter_by_reading(
-    memory: PeerMemory, swap: Swap, tensors: tuple[Tensor, ...], heads: Heads
-) -> tuple[Tensor, ...]:
-    """Each rank reads its heads of all tokens."""
-    memory.publish([t.transpose(0, 1) for t in tensors], stream_of(memory.device))
-    places = _tokens_of_all(swap.rows, memory.device)
-    results = []
-    for slot, (t, own) in enumerate(zip(tensors, heads, strict=True)):
-        mine = own[swap.ranks.rank]
-        sources = [
-            memory.read(peer, slot, (num_rows(rows), t.shape[0], *t.shape[2:]), t.dtype)[:, :, mine]
-            for peer, rows in zip(swap.ranks.peers, swap.rows, strict=True)
-        ]
-        result = t.new_empty((swap.length, *sources[0].shape[1:]))
-        _take(result[:, None], sources, places)
-        results.append(result.transpose(0, 1))
-    return tuple(results)
-
-
-def _gather_by_reading(
-    memory: PeerMemory, swap: Swap, tensors: tuple[Tensor, ...], heads: Heads
-) -> tuple[Tensor, ...]:
-    """The way back: each rank reads its tokens of all heads; one that several ranks have is their sum."""
-    memory.publish([t.transpose(0, 1) for t in tensors], stream_of(memory.device))
+def _gather(swap: Swap, heads: Heads, tensors: list[Tensor]) -> tuple[Tensor, ...]:
+    """The way back, (tokens of the group, batch, heads, dim). A head that several ranks have is their sum."""
     world, ranges = swap.ranks.world, swap.rows[swap.ranks.rank]
-    places = _own_tokens_of_all(ranges, world, memory.device)
+    parts = _published(swap.ranks, tensors, swap.most[1], [[t.shape] * world for t in tensors])
+    if parts is None:
+        sent = [[rows_of(t, theirs) for theirs in swap.rows] for t in tensors]
+        length = num_rows(ranges)
+        parts, ranges = _by_messages(swap.ranks, sent, [length] * world), ((0, length),)
     results = []
-    for slot, (t, own) in enumerate(zip(tensors, heads, strict=True)):
-        shape = t.shape[1], t.shape[0], *t.shape[2:]
-        sources = [memory.read(peer, slot, shape, t.dtype) for peer in swap.ranks.peers]
-        each = t.new_empty((t.shape[0], num_rows(ranges), world * t.shape[2], t.shape[3]))
-        _take(each.unflatten(2, (world, -1)).permute(1, 2, 0, 3, 4), sources, places)
-        if (count := own[-1].stop) < each.shape[2]:
-            each = each.unflatten(2, (count, -1)).sum(3, dtype=wide(t.dtype)).to(t.dtype)
-        results.append(each)
+    for of_all, own in zip(parts, heads, strict=True):
+        result = _side_by_side(ranges, of_all)
+        if (count := own[-1].stop) < result.shape[2]:
+            result = result.unflatten(2, (count, -1)).sum(3, dtype=wide(result.dtype)).to(result.dtype)
+        results.append(result)
     return tuple(results)
 
 
-def _take(target: Tensor, sources: list[Tensor], places: tuple[Tensor, Tensor]) -> None:
-    """target[i, c] = sources[which[i, c]][row[i, c]], each (batch, heads, dim); places: which and row."""
-    which, row = places
-    if target.is_cuda and HAS_TRITON and len(sources) <= MOST_SOURCES:
-        from tilewise.gpu.launch.take import take
+def _published(ranks: Ranks, tensors: list[Tensor], most: int, shapes: Any) -> list[list[Tensor]] | None:
+    """Each tensor of all ranks, of these shapes, where it lies in their memory; None where no rank reads.
 
-        take(target, sources, which, row)
-        return
-    for number, source in enumerate(sources):
-        is_of = which == number
-        target[is_of] = source[row[is_of]]
+    most: the tokens of the rank that has most.
+    """
+    device = tensors[0].device
+    sizes = [most * math.prod(t.shape[1:]) * t.dtype.itemsize for t in tensors]
+    memory = peer_memory.memory_of(ranks, device, KEYS, sizes)
+    if memory is None:
+        return None
+    memory.publish(tensors, stream_of(device))
+    return [
+        [memory.read(peer, slot, shape, t.dtype) for peer, shape in zip(ranks.peers, shapes[slot])]
+        for slot, t in enumerate(tensors)
+    ]
+
+
+def _by_messages(ranks: Ranks, sent: list[list[Tensor]], lengths: list[int]) -> list[list[Tensor]]:
+    """What all ranks send to this one of each tensor. Those that are alike travel as one message.
+
+    Args:
+        sent: of each tensor what each rank gets, (tokens, batch, heads, dim).
+        lengths: the tokens that come from each rank.
+    """
+    is_one = len({(parts[0].dtype, parts[0].shape[-1]) for parts in sent}) == 1
+    sends, receives, found = [], [], []
+    for group in [sent] if is_one else [[parts] for parts in sent]:
+        own = [parts[ranks.rank] for parts in group]
+        heads = [t.shape[2] for t in own]
+        arriving = []
+        for rank, (length, *theirs) in enumerate(zip(lengths, *group, strict=True)):
+            if rank == ranks.rank:
+                arriving.append(own)
+                continue
+            sends.append((rank, torch.cat(theirs, 2) if len(theirs) > 1 else theirs[0].contiguous()))
+            message = own[0].new_empty((length, own[0].shape[1], sum(heads), own[0].shape[3]))
+            receives.append((rank, message))
+            arriving.append(message.split(heads, 2))
+        found += [list(of_all) for of_all in zip(*arriving, strict=True)]
+    for work in ranks.exchange(sends, receives):
+        work.wait()
+    return found
+
+
+def _in_order(rows: tuple[tuple[Range, ...], ...], parts: list[Tensor]) -> Tensor:
+    """All tokens of a group, from those of each rank (tokens, batch, heads, dim)."""
+    which, row, place = _tokens_of_all(rows, parts[0].device)
+    if not _is_taken(parts):
+        return torch.cat(parts)[place]
+    result = parts[0].new_empty((len(place), *parts[0].shape[1:]))
+    _take(result[:, None], parts, which, row)
+    return result
+
+
+def _side_by_side(ranges: tuple[Range, ...], parts: list[Tensor]) -> Tensor:
+    """(batch, tokens in these ranges, heads of all ranks, dim), from (tokens, batch, heads, dim) of each."""
+    if not _is_taken(parts):
+        return torch.cat([rows_of(part, ranges).transpose(0, 1) for part in parts], 2)
+    world, (_, batch, count, dim) = len(parts), parts[0].shape
+    result = parts[0].new_empty((batch, num_rows(ranges), world * count, dim))
+    by_rank = result.unflatten(2, (world, count)).permute(1, 2, 0, 3, 4)
+    _take(by_rank, parts, *_own_tokens_of_all(ranges, world, result.device))
+    return result
+
+
+def _is_taken(parts: list[Tensor]) -> bool:
+    """Whether one kernel puts them together, which takes tensors that are alike but for their lengths."""
+    is_alike = len({t.stride() for t in parts}) == 1
+    return is_alike and parts[0].is_cuda and HAS_TRITON and len(parts) <= MOST_SOURCES
+
+
+def _take(target: Tensor, sources: list[Tensor], which: Tensor, row: Tensor) -> None:
+    from tilewise.gpu.launch.take import take
+
+    take(target, sources, which, row)
 
 
 @kept_on_device(32)
-def _tokens_of_all(rows: tuple[tuple[Range, ...], ...], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Whose each token of a group is, and which of that rank's: (tokens, 1) int32."""
-    which = torch.empty(max((r[-1][1] for r in rows if r), default=0), 1, dtype=torch.int32, device="cpu")
-    row = torch.empty_like(which)
-    for rank, ranges in enumerate(rows):
-        seen = 0
-        for a, b in ranges:
-            which[a:b] = rank
-            row[a:b, 0] = torch.arange(seen, seen + b - a, device="cpu")
-            seen += b - a
-    return to_device(which, device), to_device(row, device)
+def _tokens_of_all(
+    rows: tuple[tuple[Range, ...], ...], device: torch.device
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Of each token of a group: whose it is, and which of that rank's, (tokens, 1) int32; and which, where
+    all ranks' are one behind the other, (tokens,) int64."""
+    lengths = torch.tensor([num_rows(ranges) for ranges in rows], device="cpu")
+    tokens = torch.cat([row_index(ranges, lengths.device) for ranges in rows])
+    place = torch.empty_like(tokens)
+    place[tokens] = torch.arange(len(tokens), device="cpu")
+    which = torch.arange(len(rows), device="cpu").repeat_interleave(lengths)[place]
+    row = place - (lengths.cumsum(0) - lengths)[which]
+    which, row = (t.int()[:, None] for t in (which, row))
+    return to_device(which, device), to_device(row, device), to_device(place, device)
 
 
 @kept_on_device(32)
 def _own_tokens_of_all(ranges: tuple[Range, ...], world: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Of each rank's results those for a rank's tokens: (tokens, ranks) int32."""
-    own = [torch.arange(a, b, dtype=torch.int32, device="cpu") for a, b in ranges]
-    row = torch.cat([torch.empty(0, dtype=torch.int32, device="cpu"), *own])[:, None]
+    """Of each rank's results those for a rank's tokens: whose, and which row, (tokens, ranks) int32."""
+    row = row_index(ranges, torch.device("cpu")).int()[:, None]
     which = torch.arange(world, dtype=torch.int32, device="cpu")
     return to_device(which, device).expand(len(row), -1), to_device(row, device).expand(-1, world)
-
-
-def _groups(swap: Swap, tensors: tuple[Tensor, ...], heads: Heads) -> list[Group]:
-    """Tensors that travel as one, side by side along their heads: messages are few where all are alike."""
-    if swap.joins and len({(t.dtype, t.shape[-1]) for t in tensors}) == 1:
-        return [(tensors, heads)]
-    return [((t,), (h,)) for t, h in zip(tensors, heads, strict=True)]
-
-
-def _places(heads: Heads, rank: int) -> list[slice]:
-    """Where a rank's heads of each tensor are, one tensor's behind another's."""
-    ends = itertools.accumulate((own[rank].stop - own[rank].start for own in heads), initial=0)
-    return [slice(*pair) for pair in itertools.pairwise(ends)]
-
-
-def _chunk_messages(chunk: Tensor, ranges: tuple[Range, ...]) -> list[Tensor]:
-    """A rank's tokens, one behind the other, as the messages that the ranges they belong to make."""
-    if len(ranges) > MAX_MESSAGES or len(ranges) == 1:
-        return [chunk]
-    return list(chunk.split([b - a for a, b in ranges])) if ranges else []
-
-
-def _put(target: Tensor, ranges: tuple[Range, ...], chunk: Tensor) -> None:
-    if len(ranges) > MAX_MESSAGES:
-        target.index_copy_(0, row_index(ranges, target.device), chunk)
-        return
-    for rows, part in zip(ranges, _chunk_messages(chunk, ranges), strict=True):
-        target[slice(*rows)].copy_(part)
-
-
-def _taken(target: Tensor, ranges: tuple[Range, ...], source: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """(rows of target, rows of source): target has what lies in these ranges of source, without gaps."""
-    if len(ranges) > MAX_MESSAGES:
-        return [(target, source[row_index(ranges, source.device)])]
-    parts = _chunk_messages(target, ranges)
-    return [(part, source[a:b]) for part, (a, b) in zip(parts, ranges, strict=True)]

@@ -265,11 +265,7 @@ def _add(total: Totals, places: tuple[Range, ...], rows: Tensor) -> None:
 
 
 def _outgoing(messages: tuple[Message, ...], tensors: Rows) -> list[tuple[int, Tensor]]:
-    return [
-        (m.peer, _slice(t, m.rows[0]) if len(m.rows) == 1 else t[row_index(m.rows, t.device)])
-        for m in messages
-        for t in tensors
-    ]
+    return [(m.peer, rows_of(t, m.rows)) for m in messages for t in tensors]
 
 
 @functools.lru_cache(maxsize=1024)
@@ -294,6 +290,11 @@ def _new_rows(t: Tensor, count: int) -> Tensor:
 
 def _slice(t: Tensor, rows: Range) -> Tensor:
     return t if rows == (0, t.shape[0]) else t[rows[0] : rows[1]]
+
+
+def rows_of(t: Tensor, rows: tuple[Range, ...]) -> Tensor:
+    """Some rows, one behind the other: a view if they are one range."""
+    return _slice(t, rows[0]) if len(rows) == 1 else t[row_index(rows, t.device)]
 
 
 @kept_on_device(1024)
