@@ -280,7 +280,7 @@ def chosen(group, wants_gradient):
     stop = mock.patch("tilewise.distributed.attention._run", side_effect=KeyError("stopped"))
     with stop as run, contextlib.suppress(KeyError):
         context_parallel_attention(q, q, q, group=group, network=slow, causal=True)
-    return run.call_args.args[5]
+    return run.call_args.args[3]
 
 
 def messages(group, seed, balance, options, cu_seqlens=None):

@@ -21,7 +21,7 @@ from tilewise.distributed.faults import agree, batch_of_one, check_call, facts_o
 from tilewise.distributed.heads import heads_of, heads_to_tokens, swap_of, tokens_to_heads
 from tilewise.distributed.layout import Layout, is_dtensor, layout_of, shards_of
 from tilewise.distributed.network import Network, measured
-from tilewise.distributed.parts import Extras, Origin
+from tilewise.distributed.parts import Origin
 from tilewise.distributed.ranks import Ranks, flat_ranks, mesh_degree, ranks_of
 from tilewise.distributed.schedule import Rules, joined_schedule
 from tilewise.distributed.wire import joined_reach
@@ -217,8 +217,8 @@ def attend(
     agree(ranks, facts, error, device)
     assert call is not None
     if method == "auto" and inner is None and ranks.world > 1:
-        method, degree = _fastest_method(*call, ranks, network)
-    return _run(*call, degree, ranks, method, backend, wants_lse)
+        method, degree = _fastest_method(call, ranks, network)
+    return _run(call, degree, ranks, method, backend, wants_lse)
 
 
 def _seed(
@@ -249,37 +249,30 @@ def _seed(
 
 
 def _run(
-    inputs: Inputs,
-    options: Options,
-    tokens: Layout,
-    degree: int,
-    ranks: Ranks,
-    method: str,
-    backend: str | None,
-    wants_lse: bool,
+    call: Call, degree: int, ranks: Ranks, method: str, backend: str | None, wants_lse: bool
 ) -> tuple[Tensor, Tensor | None]:
     """out and, if wanted, lse: heads for tokens, the schedule, tokens for heads."""
+    inputs, options, tokens = call
     inner, outer = ranks.grid(degree)
     for those in (ranks, inner, outer):
         those.connect(inputs.query.device)
-    extras = Extras(*(getattr(inputs, name) for name in Extras._fields))
-    query, key, value, sinks = inputs.query, inputs.key, inputs.value, inputs.sinks
-    origin = Origin(0, query.shape[2], tokens.starts)
-    if extras.dropout_seed is not None:
-        extras = extras._replace(dropout_seed=ranks.of_first(extras.dropout_seed.to(query.device)))
-    heads, kv_heads = heads_of(degree, query.shape[2], key.shape[2])
+    if inputs.dropout_seed is not None:
+        seed = ranks.of_first(inputs.dropout_seed.to(inputs.query.device))
+        inputs = inputs._replace(dropout_seed=seed)
+    num_heads = inputs.query.shape[2]
+    heads, kv_heads = heads_of(degree, num_heads, inputs.key.shape[2])
     if degree > 1:
         swap = swap_of(inner, tokens, ranks.rank // degree * degree)
-        extras, sinks = _of_heads(extras, sinks, heads[inner.rank])
-        origin = origin._replace(first_head=heads[inner.rank].start)
-        query, key, value = tokens_to_heads(swap, (query, key, value), (heads, kv_heads, kv_heads))
+        swapped = tokens_to_heads(swap, inputs[:3], (heads, kv_heads, kv_heads))
+        inputs = _of_heads(inputs, heads[inner.rank])._replace(**dict(zip(Inputs._fields, swapped)))
+    origin = Origin(heads[inner.rank].start, num_heads, tokens.starts)
     pattern = "all_gather" if method == "all_gather" else "ring"
-    schedule = joined_schedule(tokens, degree, outer.rank, rules := _rules(options, extras), pattern)
+    schedule = joined_schedule(tokens, degree, outer.rank, rules := _rules(inputs, options), pattern)
     packs = len(tokens.starts) > 2 and not rules.needs_tokens
     make_reach = functools.partial(joined_reach, tokens, degree, outer.rank, rules, pattern)
     most_heads = max(h.stop - h.start for h in kv_heads)
     work = engine.Work(outer, *schedule, options, backend, packs, origin, make_reach, most_heads)
-    out, lse = engine.run(work, query, key, value, extras, sinks)
+    out, lse = engine.run(work, inputs)
     if degree == 1:
         return out, lse
     (out,) = heads_to_tokens(swap, (out,), (heads,))
@@ -289,25 +282,23 @@ def _run(
     return out, lse[..., 0].transpose(1, 2)
 
 
-def _of_heads(extras: Extras, sinks: Tensor | None, heads: slice) -> tuple[Extras, Tensor | None]:
-    """What of these belongs to some heads."""
-    mask, bias = (None if t is None else t[:, heads] if t.shape[1] > 1 else t for t in extras[:2])
-    slopes = extras.alibi_slopes
-    slopes = None if slopes is None else slopes[..., heads]
-    return extras._replace(mask=mask, bias=bias, alibi_slopes=slopes), None if sinks is None else sinks[heads]
+def _of_heads(inputs: Inputs, heads: slice) -> Inputs:
+    """What belongs to some heads of all but query, key and value."""
+    mask, bias = (
+        None if t is None else t[:, heads] if t.shape[1] > 1 else t for t in (inputs.mask, inputs.bias)
+    )
+    slopes, sinks = (None if t is None else t[..., heads] for t in (inputs.alibi_slopes, inputs.sinks))
+    return inputs._replace(mask=mask, bias=bias, alibi_slopes=slopes, sinks=sinks)
 
 
-def _fastest_method(
-    inputs: Inputs, options: Options, tokens: Layout, ranks: Ranks, network: Network | None
-) -> tuple[str, int]:
+def _fastest_method(call: Call, ranks: Ranks, network: Network | None) -> tuple[str, int]:
     """What `method="auto"` takes, and how many ranks exchange heads for tokens: the same on all ranks."""
-    query, scores = inputs.query, (inputs.mask, inputs.bias)
+    inputs, options, tokens = call
     if network is None:
-        ranks.connect(query.device)
-        network = measured(ranks, query.dtype, query.device)
-    may_swap = all(t is None or t.shape[2] == 1 for t in scores)
-    rules = _rules(options, Extras(*scores, inputs.alibi_slopes, dropout_seed=inputs.dropout_seed))
-    wants_gradients = _wants_gradients(inputs)
+        ranks.connect(inputs.query.device)
+        network = measured(ranks, inputs.query.dtype, inputs.query.device)
+    may_swap = all(t is None or t.shape[2] == 1 for t in (inputs.mask, inputs.bias))
+    rules, wants_gradients = _rules(inputs, options), _wants_gradients(inputs)
     best = choose_method(tokens, rules, sizes_of(inputs), network, wants_gradients, may_swap).best
     return best.method, best.degree
 
@@ -317,13 +308,14 @@ def _wants_gradients(inputs: Inputs) -> bool:
     return torch.is_grad_enabled() and any(t.requires_grad for t in inputs[:3])
 
 
-def _rules(options: Options, extras: Extras) -> Rules:
+def _rules(inputs: Inputs, options: Options) -> Rules:
     left, right = options.window_left, options.window_right
     if options.causal:
         right = 0 if right is None else min(0, right)
-    needs_tokens = options.functions is not None or any(t is not None for t in extras)
-    multiple = 1 if extras.dropout_seed is None else SQUARE
-    return Rules(left, right, needs_tokens, extras.alibi_slopes is not None, multiple)
+    by_token = (options.functions, inputs.mask, inputs.bias, inputs.alibi_slopes, inputs.dropout_seed)
+    needs_tokens = any(x is not None for x in by_token)
+    multiple = 1 if inputs.dropout_seed is None else SQUARE
+    return Rules(left, right, needs_tokens, inputs.alibi_slopes is not None, multiple)
 
 
 def _extent(inputs: Inputs, tokens: Layout, is_packed: bool) -> Extent:

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from tilewise.core.problem import Options
+from tilewise.core.plan import Results
+from tilewise.core.problem import Gradients, Inputs, Options
 from tilewise.distributed.parts import (
-    Extras,
     Origin,
     Part,
     Shard,
@@ -57,33 +57,26 @@ class Work:
     def parts(self, step: Step, device: torch.device) -> tuple[Part, ...]:
         return parts_of(step, self.packs, device)
 
-    def shard(self, query: Tensor, extras: Extras) -> Shard:
-        return Shard(query, extras, self.options, self.backend, self.origin)
+    def shard(self, inputs: Inputs) -> Shard:
+        return Shard(inputs, self.options, self.backend, self.origin)
 
 
-def run(
-    work: Work, query: Tensor, key: Tensor, value: Tensor, extras: Extras, sinks: Tensor | None
-) -> tuple[Tensor, Tensor]:
+def run(work: Work, inputs: Inputs) -> tuple[Tensor, Tensor]:
     """out and lse of this rank's queries over the keys of all ranks. Differentiable.
 
-    Args:
-        query: (batch, tokens of the rank, heads, head_dim); key, value: likewise, with their heads.
-        sinks: (heads,).
+    inputs: (batch, tokens of the rank, heads, dim) each; a mask and a bias have columns for all tokens.
     """
-    return SequenceParallel.apply(work, query, key, value, *extras, sinks)  # type: ignore[no-any-return]
+    return SequenceParallel.apply(work, *inputs)  # type: ignore[no-any-return]
 
 
 class SequenceParallel(torch.autograd.Function):
     """Attention whose keys are spread over ranks."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
-        ctx: Any, work: Work, query: Tensor, key: Tensor, value: Tensor, *rest: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        extras, sinks = Extras(*rest[:-1]), rest[-1]
-        out, lse = _forward(work, query, key, value, extras, sinks)
+    def forward(ctx: Any, work: Work, *inputs: Any) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        out, lse = _forward(work, Inputs(*inputs))
         ctx.work = work
-        ctx.save_for_backward(query, key, value, *rest, out, lse)
+        ctx.save_for_backward(*inputs, out, lse)
         ctx.set_materialize_grads(False)
         return out, lse
 
@@ -91,20 +84,18 @@ class SequenceParallel(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         if dout is None and dlse is None:
-            return (None,) * (5 + len(Extras._fields))
-        query, key, value, *rest, sinks, out, lse = ctx.saved_tensors
-        extras = Extras(*rest)
+            return (None,) * (1 + len(Inputs._fields))
+        *tensors, out, lse = ctx.saved_tensors
+        inputs, needs = Inputs(*tensors), Inputs(*ctx.needs_input_grad[1:])
         dout = torch.zeros_like(out) if dout is None else dout
-        needs_bias = extras.bias is not None and ctx.needs_input_grad[5]
-        shard = ctx.work.shard(query, extras)
-        backward = Backward(ctx.work, shard, key, value, (out, lse), dout, dlse, needs_bias)
-        dq, dk, dv, dbias = backward.run()
-        dsinks = None
-        if sinks is not None and ctx.needs_input_grad[-1]:
+        backward = Backward(ctx.work, inputs, Results(out, lse), dout, dlse, bool(needs.bias))
+        grads = backward.run()
+        if inputs.sinks is not None and needs.sinks:
             delta = (dout.to(lse.dtype) * out).sum(-1).transpose(1, 2)
             delta = delta if dlse is None else delta - dlse
-            dsinks = -(torch.exp(sinks.to(lse.dtype)[:, None] - lse) * delta).sum((0, 2)).to(sinks.dtype)
-        return None, dq, dk, dv, None, dbias, None, backward.dcaptured, None, None, None, dsinks
+            dsinks = -(torch.exp(inputs.sinks.to(lse.dtype)[:, None] - lse) * delta).sum((0, 2))
+            grads = grads._replace(sinks=dsinks.to(inputs.sinks.dtype))
+        return None, *Inputs(**grads._asdict())
 
 
 def _swapped(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -112,11 +103,10 @@ def _swapped(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     return tuple(t.transpose(0, 1) for t in tensors)
 
 
-def _forward(
-    work: Work, query: Tensor, key: Tensor, value: Tensor, extras: Extras, sinks: Tensor | None
-) -> tuple[Tensor, Tensor]:
+def _forward(work: Work, inputs: Inputs) -> tuple[Tensor, Tensor]:
     """out, in query's dtype, and lse."""
-    steps, shard = work.steps, work.shard(query, extras)
+    steps, shard = work.steps, work.shard(inputs)
+    query, key, value, sinks = *inputs[:3], inputs.sinks
     wire = work.wire(key, value, is_backward=False)
     total = Totals(query, value.shape[-1], has_lse=True)
     arriving = None
@@ -141,24 +131,24 @@ class Backward:
     def __init__(
         self,
         work: Work,
-        shard: Shard,
-        key: Tensor,
-        value: Tensor,
-        results: tuple[Tensor, Tensor],
+        inputs: Inputs,
+        results: Results,
         dout: Tensor,
         dlse: Tensor | None,
         needs_bias: bool,
     ) -> None:
-        self.work, self.shard, self.key, self.value = work, shard, key, value
+        self.work, self.shard = work, work.shard(inputs)
+        self.key, self.value, self.bias = inputs.key, inputs.value, inputs.bias if needs_bias else None
         self.given = results, dout, dlse, needs_bias
-        self.dquery = Totals(shard.query, shard.query.shape[-1])
-        self.dkeys = Totals(key, key.shape[-1]), Totals(value, value.shape[-1])
-        bias, dtype = shard.extras.bias, wide(shard.query.dtype)
-        self.dbias = torch.zeros_like(bias, dtype=dtype) if bias is not None and needs_bias else None
+        self.dquery, *dkeys = (Totals(t, t.shape[-1]) for t in inputs[:3])
+        self.dkeys = dkeys[0], dkeys[1]
+        self.dbias = (
+            None if self.bias is None else torch.zeros_like(self.bias, dtype=wide(inputs.query.dtype))
+        )
         self.dcaptured: Tensor | None = None
 
-    def run(self) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """Gradients of query, key and value, and bias, each in its tensor's dtype."""
+    def run(self) -> Gradients:
+        """Each gradient in its tensor's dtype; none of the sinks."""
         work, steps = self.work, self.work.backward_steps
         wire = work.wire(self.key, self.value, is_backward=True)
         arriving = returning = None
@@ -182,9 +172,9 @@ class Backward:
                 theirs = _swapped(tuple(total.finish()[0] for total in totals))
                 returning = wire.return_gradients(number, theirs, self.dkeys)
                 del theirs, totals
-        bias, dbias = self.shard.extras.bias, self.dbias
         dq, dk, dv = (total.finish()[0].contiguous() for total in (self.dquery, *self.dkeys))
-        return dq, dk, dv, None if bias is None or dbias is None else dbias.to(bias.dtype)
+        dbias = None if self.dbias is None or self.bias is None else self.dbias.to(self.bias.dtype)
+        return Gradients(dq, dk, dv, dbias, captured_floats=self.dcaptured)
 
     def _add(self, part: Part, key: Tensor, value: Tensor, totals: tuple[Totals, Totals]) -> None:
         block, grads = part.block, differentiate(part, self.shard, key, value, *self.given)

@@ -36,18 +36,6 @@ MOST = 6  # that wait: as many as one launch takes
 MOST_WHOLE = 4  # or as many rows of them as so many whole ones have
 
 
-class Extras(NamedTuple):
-    """What is added to scores, as this rank has it: rows are its own tokens, columns all tokens."""
-
-    mask: Tensor | None = None  # bool (batch or 1, heads or 1, tokens of the rank or 1, all tokens or 1)
-    bias: Tensor | None = None  # float, likewise
-    alibi_slopes: Tensor | None = None  # (heads,) or (batch, heads)
-    captured_floats: Tensor | None = None  # of mask and score functions, as in `Inputs`
-    captured_integers: Tensor | None = None
-    captured_layout: Tensor | None = None
-    dropout_seed: Tensor | None = None  # () int64, the same on all ranks
-
-
 class Origin(NamedTuple):
     """How a rank's heads and documents are numbered in the whole call."""
 
@@ -63,10 +51,12 @@ class Origin(NamedTuple):
 
 
 class Shard(NamedTuple):
-    """What all parts of a call have of a rank, but keys and values."""
+    """What all parts of a call have of a rank.
 
-    query: Tensor  # (batch, tokens of the rank, heads, head_dim)
-    extras: Extras
+    Rows of a mask or bias are the rank's own tokens, columns all tokens.
+    """
+
+    inputs: Inputs  # (batch, tokens of the rank, heads, dim); a part's keys and values are given beside it
     options: Options  # its window is the schedule's
     backend: str | None
     origin: Origin  # what numbers functions and dropout count heads, queries and keys by
@@ -138,7 +128,7 @@ def attend(part: Part, shard: Shard, key: Tensor, value: Tensor) -> tuple[Tensor
     assert out is not None and lse is not None
     if part.packing is not None:
         return out[None], lse[None]
-    distance = _row_distance(part.block, shard.extras, lse)
+    distance = _row_distance(part.block, shard.inputs.alibi_slopes, lse)
     return out, lse if distance is None else lse - distance
 
 
@@ -147,13 +137,14 @@ def differentiate(
     shard: Shard,
     key: Tensor,
     value: Tensor,
-    results: tuple[Tensor, Tensor],
+    results: Results,
     dout: Tensor,
     dlse: Tensor | None,
     needs_bias_gradient: bool,
 ) -> Gradients:
     """The part's share of the gradients: with out and lse of all keys the backward of some keys is exact."""
-    block, (out, lse) = part.block, results
+    block, out, lse = part.block, results.out, results.lse
+    assert out is not None and lse is not None
     inputs, options = _call(part, shard, key, value)
     q0, q1 = block.q0, block.q1
     out, dout, lse = _tokens(out, q0, q1), _tokens(dout, q0, q1), _tokens(lse, q0, q1, 2)
@@ -161,7 +152,7 @@ def differentiate(
     if part.packing is not None:
         out, dout, lse, dlse = out[0], dout[0], lse[0], None if dlse is None else dlse[0]
     else:
-        distance = _row_distance(block, shard.extras, lse)
+        distance = _row_distance(block, shard.inputs.alibi_slopes, lse)
         lse = lse if distance is None else lse + distance
     grads = plans.differentiate(
         inputs, Results(out, lse), dout, dlse, options, shard.backend, needs_bias_gradient, is_partial=True
@@ -173,29 +164,29 @@ def differentiate(
 
 def _call(part: Part, shard: Shard, key: Tensor, value: Tensor) -> tuple[Inputs, Options]:
     block, packing = part.block, part.packing
-    query, extras, options, _, origin = shard
-    q, k, v = (_tokens(query, block.q0, block.q1), *(_tokens(t, block.k0, block.k1) for t in (key, value)))
+    given, options, _, origin = shard
+    q = _tokens(given.query, block.q0, block.q1)
+    k, v = (_tokens(t, block.k0, block.k1) for t in (key, value))
     options = _with_window(options, block.left, block.right)
     if packing is not None:
         inputs = Inputs(q[0], k[0], v[0], packing.cu_seqlens_q, packing.cu_seqlens_k)
         return inputs, options._replace(max_seqlen_q=packing.longest_q, max_seqlen_k=packing.longest_k)
-    mask, bias = (None if t is None else tile(t, block) for t in (extras.mask, extras.bias))
-    slopes = extras.alibi_slopes
+    mask, bias = (None if t is None else tile(t, block) for t in (given.mask, given.bias))
+    slopes = given.alibi_slopes
     if slopes is not None and not _is_aligned(block):
         columns = _column_distance(block, slopes)
         bias, slopes = -columns if bias is None else bias - columns, None
     inputs = Inputs(q, k, v, mask=mask, bias=bias, alibi_slopes=slopes)
-    if extras.dropout_seed is not None:
-        inputs, options = _with_dropout(inputs, options, extras.dropout_seed, block, origin)
+    if given.dropout_seed is not None:
+        inputs, options = _with_dropout(inputs, options, given.dropout_seed, block, origin)
     if options.functions is None:
         return inputs, options
     document, first_query, first_key = origin.places(block)
     first = document, origin.first_head, first_query, first_key
-    floats, integers, layout = with_shift(Buffers(*extras[3:6]), first, query.device)
-    options = options._replace(functions=shifted(options.functions))
-    return inputs._replace(
-        captured_floats=floats, captured_integers=integers, captured_layout=layout
-    ), options
+    buffers = Buffers(given.captured_floats, given.captured_integers, given.captured_layout)
+    floats, integers, places = with_shift(buffers, first, q.device)
+    inputs = inputs._replace(captured_floats=floats, captured_integers=integers, captured_layout=places)
+    return inputs, options._replace(functions=shifted(options.functions))
 
 
 @functools.lru_cache(maxsize=256)
@@ -244,9 +235,8 @@ def _column_distance(block: Block, slopes: Tensor) -> Tensor:
     return slopes.view(-1, slopes.shape[-1], 1, 1) * distance
 
 
-def _row_distance(block: Block, extras: Extras, lse: Tensor) -> Tensor | None:
+def _row_distance(block: Block, slopes: Tensor | None, lse: Tensor) -> Tensor | None:
     """slope * distance of each query from the nearest key: (1 or batch, heads, queries); None if aligned."""
-    slopes = extras.alibi_slopes
     if slopes is None or _is_aligned(block):
         return None
     nearest = block.column + block.k1 - block.k0 - 1 if block.column < block.row else block.column
