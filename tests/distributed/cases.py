@@ -340,13 +340,11 @@ def second_call(group, method, cu_seqlens):
 
     for needs_grad in (False, True):
         call(new().requires_grad_(needs_grad))
-    slow = ["faults._check", "cost.estimate", "schedule._rounds", "heads.sorted", "parts._packed"]
+    slow = ["faults._check", "cost.estimate", "schedule._rounds", "heads.joined", "parts._packed"]
     with contextlib.ExitStack() as stack:
         for name in slow:
             error = AssertionError(f"{name} was called again")
-            stack.enter_context(
-                mock.patch(f"tilewise.distributed.{name}", side_effect=error, create=name == "heads.sorted")
-            )
+            stack.enter_context(mock.patch(f"tilewise.distributed.{name}", side_effect=error))
         call(new())
         call(new().requires_grad_())
     for options in ({"softcap": -1.0}, {"window": (0, -3)}, {"backend": "none"}, {"scale": [1.0]}):

@@ -207,7 +207,7 @@ def test_both_ends_of_a_read_are_the_same_tokens(seed):
     layout = make_layout(starts, world, draw.choice(["contiguous", "zigzag", "documents"]))
     window = draw.choice([(None, 0), (None, None), (9, 0), (20, 30)])
     rules, method = Rules(*window, False), draw.choice(["ring", "all_gather"])
-    reaches = [wire.joined_reach(layout, 1, rank, rules, method) for rank in range(world)]
+    reaches = [wire.reach_of(layout, rank, rules, method) for rank in range(world)]
 
     def arriving(rank, number):
         pieces = traffic(layout, rank, rules, method)[number].pieces

@@ -19,12 +19,12 @@ from tilewise.distributed import engine
 from tilewise.distributed.cost import choose as choose_method, sizes_of
 from tilewise.distributed.faults import agree, batch_of_one, check_call, facts_of
 from tilewise.distributed.heads import heads_of, heads_to_tokens, swap_of, tokens_to_heads
-from tilewise.distributed.layout import Layout, is_dtensor, layout_of, shards_of
+from tilewise.distributed.layout import Layout, is_dtensor, joined, layout_of, shards_of
 from tilewise.distributed.network import Network, measured
 from tilewise.distributed.parts import Origin
 from tilewise.distributed.ranks import Ranks, flat_ranks, mesh_degree, ranks_of
-from tilewise.distributed.schedule import Rules, joined_schedule
-from tilewise.distributed.wire import joined_reach
+from tilewise.distributed.schedule import Rules, make_schedule
+from tilewise.distributed.wire import reach_of
 
 METHODS = ("auto", "ring", "all_gather", "ulysses", "2d")
 
@@ -267,11 +267,13 @@ def _run(
         inputs = _of_heads(inputs, heads[inner.rank])._replace(**dict(zip(Inputs._fields, swapped)))
     origin = Origin(heads[inner.rank].start, num_heads, tokens.starts)
     pattern = "all_gather" if method == "all_gather" else "ring"
-    schedule = joined_schedule(tokens, degree, outer.rank, rules := _rules(inputs, options), pattern)
+    rules = _rules(inputs, options)
+    schedule = joined(tokens, degree), outer.rank, rules, pattern
+    steps, backward_steps = (make_schedule(*schedule, is_backward) for is_backward in (False, True))
     packs = len(tokens.starts) > 2 and not rules.needs_tokens
-    make_reach = functools.partial(joined_reach, tokens, degree, outer.rank, rules, pattern)
+    make_reach = functools.partial(reach_of, *schedule)
     most_heads = max(h.stop - h.start for h in kv_heads)
-    work = engine.Work(outer, *schedule, options, backend, packs, origin, make_reach, most_heads)
+    work = engine.Work(outer, steps, backward_steps, options, backend, packs, origin, make_reach, most_heads)
     out, lse = engine.run(work, inputs)
     if degree == 1:
         return out, lse

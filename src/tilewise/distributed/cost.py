@@ -27,7 +27,7 @@ import torch
 from tilewise.api import window_bounds
 from tilewise.core.checks import check_flag, shown
 from tilewise.core.mask import Visibility
-from tilewise.distributed.layout import Layout, layout_of
+from tilewise.distributed.layout import Layout, joined, layout_of
 from tilewise.distributed.network import BACKWARD_FLOPS, Network, check_counts, check_network
 from tilewise.distributed.ranks import Ranks
 from tilewise.distributed.schedule import Message, Rules, Step, make_schedule, num_rows
@@ -190,8 +190,8 @@ def estimate(
     backward: bool,
 ) -> Estimate:
     """One method; `degree` ranks exchange heads for tokens."""
-    joined, pattern = layout.joined(degree), "all_gather" if method == "all_gather" else "ring"
-    ranks = sorted({(joined.world - 1) * n // max(1, MOST_RANKS - 1) for n in range(MOST_RANKS)})
+    groups, pattern = joined(layout, degree), "all_gather" if method == "all_gather" else "ring"
+    ranks = sorted({(groups.world - 1) * n // max(1, MOST_RANKS - 1) for n in range(MOST_RANKS)})
     own = sizes._replace(
         num_heads=sizes.num_heads // degree, num_kv_heads=max(1, sizes.num_kv_heads // degree)
     )
@@ -202,7 +202,7 @@ def estimate(
     received = held = 0
     for rank in ranks:
         walk = _Walk(rank, degree, row, sizes, network)
-        schedules = [make_schedule(joined, rank, rules, pattern, b) for b in (False, True)[: 1 + backward]]
+        schedules = [make_schedule(groups, rank, rules, pattern, b) for b in (False, True)[: 1 + backward]]
         passes = [walk.time(steps, flops, is_back) for steps, is_back in zip(schedules, (False, True))]
         rank_seconds, rank_compute = (sum(column) for column in zip(*passes, strict=True))
         if exchange + rank_seconds > seconds:

@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from tilewise.core.kept import kept_on_device
-from tilewise.distributed import peer_memory
-from tilewise.distributed.layout import Layout
+from tilewise.distributed import peer_memory, schedule
+from tilewise.distributed.layout import Layout, joined, num_tokens
 from tilewise.distributed.parts import wide
 from tilewise.distributed.peer_memory import KEYS, stream_of
 from tilewise.distributed.ranks import Ranks, to_device
@@ -56,22 +56,14 @@ def swap_of(ranks: Ranks, layout: Layout, first: int) -> Swap:
 
 @functools.lru_cache(maxsize=128)
 def _most(layout: Layout, world: int) -> tuple[int, int]:
-    lengths = [layout.length(rank) for rank in range(layout.world)]
-    return max(lengths), max(sum(lengths[first : first + world]) for first in range(0, layout.world, world))
+    most, most_of_group = (max(map(num_tokens, each.pieces)) for each in (layout, joined(layout, world)))
+    return most, most_of_group
 
 
 @functools.lru_cache(maxsize=128)
 def _rows(layout: Layout, first: int, world: int) -> tuple[tuple[Range, ...], ...]:
-    pieces = sorted((p, member) for member in range(world) for p in layout.pieces[first + member])
-    rows: list[list[Range]] = [[] for _ in range(world)]
-    end = 0
-    for piece, member in pieces:
-        start, end = end, end + piece.stop - piece.start
-        if rows[member] and rows[member][-1][1] == start:
-            rows[member][-1] = rows[member][-1][0], end
-        else:
-            rows[member].append((start, end))
-    return tuple(map(tuple, rows))
+    whole = joined(layout, world).pieces[first // world]
+    return tuple(schedule.rows_of(whole, own) for own in layout.pieces[first : first + world])
 
 
 Heads = tuple[tuple[slice, ...], ...]  # of each tensor, for each rank

@@ -37,6 +37,10 @@ class Piece(NamedTuple):
     stop: int
 
 
+def num_tokens(pieces: Sequence[Piece]) -> int:
+    return sum(p.stop - p.start for p in pieces)
+
+
 @dataclass(frozen=True)
 class Layout:
     """The pieces of each rank, in the order of the sequence."""
@@ -61,7 +65,7 @@ class Layout:
 
     @functools.cached_property
     def _lengths(self) -> tuple[int, ...]:
-        return tuple(sum(p.stop - p.start for p in pieces) for pieces in self.pieces)
+        return tuple(map(num_tokens, self.pieces))
 
     def length(self, rank: int) -> int:
         return self._lengths[rank]
@@ -76,10 +80,12 @@ class Layout:
         starts = ((p.start - self.starts[p.document]) % multiple for own in self.pieces for p in own)
         return not any(starts)
 
-    def joined(self, inner: int) -> Layout:
-        """The layout of groups of `inner` ranks that follow each other, each in the order of the sequence."""
-        groups = [self.pieces[first : first + inner] for first in range(0, self.world, inner)]
-        return Layout(self.starts, tuple(_join(sorted(itertools.chain(*g))) for g in groups))
+
+@functools.lru_cache(maxsize=64)
+def joined(layout: Layout, inner: int) -> Layout:
+    """The layout of groups of `inner` ranks that follow each other, each in the order of the sequence."""
+    groups = [layout.pieces[first : first + inner] for first in range(0, layout.world, inner)]
+    return Layout(layout.starts, tuple(_join(sorted(itertools.chain(*g))) for g in groups))
 
 
 def _join(pieces: Sequence[Piece]) -> tuple[Piece, ...]:

@@ -20,11 +20,11 @@ import bisect
 import functools
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from tilewise.core.mask import Visibility
-from tilewise.distributed.layout import Layout, Piece
+from tilewise.distributed.layout import Layout, Piece, num_tokens
 
 MOST_ASKED = 64  # ranks: of more it would take too long to see which of them need nothing of each other
 Range = tuple[int, int]
@@ -69,9 +69,14 @@ class Step:
 
     receives: tuple[Message, ...]
     sends: tuple[Message, ...]
-    keys: int  # rows that arrive, or that are the rank's own
-    blocks: tuple[Block, ...]
+    pieces: tuple[Piece, ...]  # the keys that arrive, or the rank's own, one behind the other
+    blocks: tuple[Block, ...] = ()
     is_own: bool = False
+
+    @functools.cached_property
+    def keys(self) -> int:
+        """How many."""
+        return num_tokens(self.pieces)
 
 
 class Rules(NamedTuple):
@@ -85,18 +90,6 @@ class Rules(NamedTuple):
 
 
 @functools.lru_cache(maxsize=128)
-def joined_schedule(
-    layout: Layout, inner: int, rank: int, rules: Rules, method: str
-) -> tuple[tuple[Step, ...], tuple[Step, ...]]:
-    """The schedules, forward and backward, of groups of `inner` ranks; `rank` is that of a group."""
-    joined = layout.joined(inner)
-    return (
-        make_schedule(joined, rank, rules, method),
-        make_schedule(joined, rank, rules, method, is_backward=True),
-    )
-
-
-@functools.lru_cache(maxsize=128)
 def make_schedule(
     layout: Layout, rank: int, rules: Rules, method: str, is_backward: bool = False
 ) -> tuple[Step, ...]:
@@ -106,11 +99,10 @@ def make_schedule(
     keeps the rank's later queries and its own keys for the end.
     """
     steps = _steps_with_others(layout, rank, rules, method)
-    length = layout.length(rank)
-    pieces = layout.pieces[rank]
+    length, pieces = layout.length(rank), layout.pieces[rank]
     cuts = (0, _half(pieces, rules.multiple), length) if is_backward and steps else (0, length)
     own = [
-        Step((), (), length, _own_blocks(pieces, rules, rows), is_own=True)
+        Step((), (), pieces, _own_blocks(pieces, rules, rows), is_own=True)
         for rows in itertools.pairwise(cuts)
     ]
     return (own[0], *steps, *own[1:])
@@ -118,50 +110,31 @@ def make_schedule(
 
 def _half(pieces: tuple[Piece, ...], multiple: int) -> int:
     """A row near the middle of a rank's rows, a multiple behind the first of its piece."""
-    half = sum(p.stop - p.start for p in pieces) // 2
+    half = num_tokens(pieces) // 2
     first = max((row for _, row in _with_offsets(pieces) if row <= half), default=0)
     return half - (half - first) % multiple
-
-
-class Traffic(NamedTuple):
-    """What comes and goes in a step."""
-
-    receives: tuple[Message, ...]
-    sends: tuple[Message, ...]
-    pieces: tuple[Piece, ...]  # the keys that arrive, one behind the other
-
-    @property
-    def keys(self) -> int:
-        return sum(p.stop - p.start for p in self.pieces)
 
 
 @functools.lru_cache(maxsize=128)
 def _steps_with_others(layout: Layout, rank: int, rules: Rules, method: str) -> tuple[Step, ...]:
     own = _with_offsets(layout.pieces[rank])
     return tuple(
-        Step(t.receives, t.sends, t.keys, _blocks(own, _with_offsets(t.pieces), rules))
-        for t in traffic(layout, rank, rules, method)
+        replace(step, blocks=_blocks(own, _with_offsets(step.pieces), rules))
+        for step in traffic(layout, rank, rules, method)
     )
 
 
 @functools.lru_cache(maxsize=128)
-def traffic(layout: Layout, rank: int, rules: Rules, method: str) -> tuple[Traffic, ...]:
-    """Of the steps with others."""
+def traffic(layout: Layout, rank: int, rules: Rules, method: str) -> tuple[Step, ...]:
+    """The steps with others, without their blocks."""
     found = []
     for distances in _rounds(layout, rules, method):
         sources, targets = (sorted((rank + n * sign) % layout.world for n in distances) for sign in (-1, 1))
         needed = {source: _needed(layout, rank, source, rules) for source in sources}
+        wanted = {target: _needed(layout, target, rank, rules) for target in targets}
         pieces = tuple(sorted(itertools.chain(*needed.values())))
-        offsets = dict(_with_offsets(pieces))
-        receives: list[Message] = []
-        for source, theirs in needed.items():
-            rows = [(offsets[p], offsets[p] + p.stop - p.start) for p in theirs]
-            receives += [Message(source, r) for r in _messages(rows)]
-        sends: list[Message] = []
-        for peer in targets:
-            rows = _rows_of(layout.pieces[rank], _needed(layout, peer, rank, rules))
-            sends += [Message(peer, r) for r in _messages(rows)]
-        found.append(Traffic(tuple(receives), tuple(sends), pieces))
+        own = layout.pieces[rank]
+        found.append(Step(_messages(pieces, needed), _messages(own, wanted), pieces))
     return tuple(found)
 
 
@@ -235,7 +208,7 @@ def _own_blocks(pieces: tuple[Piece, ...], rules: Rules, rows: Range) -> tuple[B
     if rules.needs_tokens or rules.left is not None or rules.right not in (None, 0):
         keys = placed
         if rules.has_alibi:  # which wants keys to be all before, all behind, or exactly the queries
-            end = sum(p.stop - p.start for p in pieces)
+            end = num_tokens(pieces)
             keys = [k for span in ((0, rows[0]), rows, (rows[1], end)) for k in _within(placed, span)]
         return _blocks(_within(placed, rows), keys, rules)
     blocks = []
@@ -337,20 +310,20 @@ def _needed(layout: Layout, rank: int, source: int, rules: Rules) -> tuple[Piece
     return tuple(needed)
 
 
-def _rows_of(own: tuple[Piece, ...], found: tuple[Piece, ...]) -> list[Range]:
-    """The rows of parts of a rank's own pieces."""
-    placed = _with_offsets(own)
-    starts = [p.start for p, _ in placed]
-    rows = []
-    for part in found:
+def _messages(pieces: tuple[Piece, ...], parts: dict[int, tuple[Piece, ...]]) -> tuple[Message, ...]:
+    """For each peer those parts of the pieces that it sends or receives, if there are any."""
+    return tuple(Message(peer, rows_of(pieces, found)) for peer, found in parts.items() if found)
+
+
+def rows_of(pieces: tuple[Piece, ...], parts: tuple[Piece, ...]) -> tuple[Range, ...]:
+    """Where parts of pieces lie that are one behind the other; rows that touch are one range."""
+    placed = _with_offsets(pieces)
+    starts = [p.start for p in pieces]
+    rows: list[Range] = []
+    for part in parts:
         piece, row = placed[bisect.bisect_right(starts, part.start) - 1]
-        rows.append((row + part.start - piece.start, row + part.stop - piece.start))
-    return rows
-
-
-def _messages(rows: list[Range]) -> list[tuple[Range, ...]]:
-    """Ranges of rows as one message, if there are any; those that touch as one range."""
-    joined = rows[:1]
-    for a, b in rows[1:]:
-        joined[-1:] = [(joined[-1][0], b)] if joined[-1][1] == a else [joined[-1], (a, b)]
-    return [tuple(joined)] if joined else []
+        start, end = row + part.start - piece.start, row + part.stop - piece.start
+        if rows and rows[-1][1] == start:
+            start = rows.pop()[0]
+        rows.append((start, end))
+    return tuple(rows)

@@ -141,10 +141,9 @@ class Reach(NamedTuple):
 
 
 @functools.lru_cache(maxsize=128)
-def joined_reach(layout: Layout, inner: int, rank: int, rules: Rules, method: str) -> Reach:
-    """For the schedules of `joined_schedule`."""
-    joined = layout.joined(inner)
-    of_all = [traffic(joined, r, rules, method) for r in range(joined.world)]
+def reach_of(layout: Layout, rank: int, rules: Rules, method: str) -> Reach:
+    """For the schedules of `make_schedule`."""
+    of_all = [traffic(layout, r, rules, method) for r in range(layout.world)]
     published = [_span([m for step in steps for m in step.sends]) for steps in of_all]
 
     def sent(peer: int, number: int) -> tuple[Range, ...]:
