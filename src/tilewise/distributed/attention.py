@@ -20,7 +20,7 @@ from tilewise.distributed.cost import choose as choose_method, sizes_of
 from tilewise.distributed.faults import agree, batch_of_one, check_call, facts_of
 from tilewise.distributed.heads import heads_of, heads_to_tokens, swap_of, tokens_to_heads
 from tilewise.distributed.layout import Layout, is_dtensor, joined, layout_of, shards_of
-from tilewise.distributed.network import Network, measured
+from tilewise.distributed.network import Network, check_network, measured
 from tilewise.distributed.parts import Origin
 from tilewise.distributed.ranks import Ranks, flat_ranks, mesh_degree, ranks_of
 from tilewise.distributed.schedule import Rules, make_schedule
@@ -194,8 +194,8 @@ def attend(
         check_flag("return_lse", wants_lse)
         if not isinstance(method, str) or method not in METHODS:
             raise ValueError(f"method={shown(method)} must be one of {', '.join(map(repr, METHODS))}")
-        if network is not None and not isinstance(network, Network):
-            raise TypeError(f"network={shown(network)} must be a tilewise.distributed.Network")
+        if network is not None:
+            check_network(network)
         call = describe()
         degree = check_call(*call, is_packed, backend, method, inner)
     except (ValueError, TypeError, NotImplementedError) as found:

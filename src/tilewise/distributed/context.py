@@ -16,7 +16,7 @@ from tilewise.core.checks import check_tensors, shown
 from tilewise.core.problem import Inputs, Options
 from tilewise.core.signature import Request
 from tilewise.distributed.attention import Call, Where, attend
-from tilewise.distributed.layout import Layout, layout_of, shard
+from tilewise.distributed.layout import Layout, check_dim, layout_of, shard
 from tilewise.distributed.ranks import Ranks, ranks_of
 from tilewise.faces.sdpa import scaled_dot_product_attention
 
@@ -99,10 +99,7 @@ def _total(buffers: Sequence[Tensor], dims: Sequence[int], seqlen: int | None) -
         check_tensors(**{name: buffer})
         if buffer.requires_grad:
             raise ValueError(f"{name} requires grad, must not: it is cut in place")
-        if not -buffer.ndim <= dim < buffer.ndim:
-            raise ValueError(
-                f"buffer_seq_dims[{number}]={dim} must be a dimension of a tensor that has {buffer.ndim}"
-            )
+        check_dim(dim, buffer.ndim, f"buffer_seq_dims[{number}]")
         if seqlen is not None and buffer.shape[dim] != seqlen:
             raise ValueError(f"{name} has {buffer.shape[dim]} tokens, must have {seqlen} as all others")
         seqlen = buffer.shape[dim]

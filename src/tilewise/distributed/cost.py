@@ -95,12 +95,8 @@ class Choice:
                 f"{name:12}{e.seconds * 1e3:10.3f}{e.efficiency:12.2f}{e.bytes_received / 1e6:13.1f}"
                 f"{e.bytes_held / 1e6:10.1f}  {e.limit}"
             )
-        return "\n".join(
-            [
-                *lines,
-                f"auto: {self.method} (the fastest; of equally fast ones, that with the least memory)",
-            ]
-        )
+        lines.append(f"auto: {self.method} (the fastest; of equally fast ones, that with the least memory)")
+        return "\n".join(lines)
 
 
 def explain(
@@ -196,19 +192,19 @@ def estimate(
         num_heads=sizes.num_heads // degree, num_kv_heads=max(1, sizes.num_kv_heads // degree)
     )
     flops = _flops(own)
-    row = sizes.batch * own.num_kv_heads * (sizes.head_dim + sizes.head_dim_v)
+    row = sizes.batch * own.num_kv_heads * (sizes.head_dim + sizes.head_dim_v) * sizes.itemsize
     exchange, moved = _exchange(layout, degree, sizes, network, backward)
     seconds = compute = 0.0
     received = held = 0
     for rank in ranks:
-        walk = _Walk(rank, degree, row, sizes, network)
+        walk = _Walk(rank, degree, row, network)
         schedules = [make_schedule(groups, rank, rules, pattern, b) for b in (False, True)[: 1 + backward]]
         passes = [walk.time(steps, flops, is_back) for steps, is_back in zip(schedules, (False, True))]
         rank_seconds, rank_compute = (sum(column) for column in zip(*passes, strict=True))
         if exchange + rank_seconds > seconds:
             seconds, compute = exchange + rank_seconds, rank_compute
         received = max(received, walk.received(schedules[0], backward) + moved)
-        held = max(held, walk.held(schedules[0], pattern) * sizes.itemsize)
+        held = max(held, walk.held(schedules[0], pattern))
     whole = _flops(sizes) * _pairs(layout, rules)
     backward_flops = network.backward_flops or network.flops
     alone = whole / network.flops + backward * BACKWARD_FLOPS * whole / backward_flops
@@ -226,12 +222,13 @@ def _pairs(layout: Layout, rules: Rules) -> int:
     return sum(Visibility(n, n, rules.left, rules.right).visible_pairs() for n in lengths)
 
 
-class _Walk:
+class _Walk(NamedTuple):
     """The steps of one rank, in time."""
 
-    def __init__(self, rank: int, degree: int, row: int, sizes: Sizes, network: Network) -> None:
-        self.rank, self.degree = rank, degree
-        self.row, self.sizes, self.network = row, sizes, network  # row: numbers of a key and its value
+    rank: int
+    degree: int  # ranks that exchange heads for tokens, and then are one of a schedule's
+    row: int  # bytes of a key and its value
+    network: Network
 
     def time(self, steps: tuple[Step, ...], flops: int, is_backward: bool) -> tuple[float, float]:
         """(seconds, seconds of computing alone). flops: of the forward, for each visible pair."""
@@ -250,17 +247,14 @@ class _Walk:
 
     def arrival(self, messages: tuple[Message, ...]) -> float:
         """Seconds until messages are here."""
-        itemsize = self.sizes.itemsize
-        loads = [(m.peer * self.degree, self.count((m,)) * itemsize) for m in messages]
+        loads = [(m.peer * self.degree, self.row * num_rows(m.rows)) for m in messages]
         return _seconds(self.network, self.rank * self.degree, loads)
-
-    def count(self, messages: tuple[Message, ...]) -> int:
-        return self.row * sum(num_rows(m.rows) for m in messages)
 
     def received(self, steps: tuple[Step, ...], backward: bool) -> int:
         """Bytes: keys and values, in the backward again, and gradients of them."""
-        keys, back = (sum(map(self.count, ms)) for ms in zip(*((s.receives, s.sends) for s in steps)))
-        return (keys * (2 if backward else 1) + back * backward) * self.sizes.itemsize
+        keys = sum(step.keys for step in steps if not step.is_own)
+        back = sum(num_rows(message.rows) for step in steps for message in step.sends)
+        return self.row * (keys * (1 + backward) + back * backward)
 
     def held(self, steps: tuple[Step, ...], pattern: str) -> int:
         sizes = sorted(step.keys * self.row for step in steps[1:])

@@ -307,9 +307,9 @@ def positions(
     return found.to(device) if device is not None else found
 
 
-def check_dim(dim: int, ndim: int) -> None:
+def check_dim(dim: int, ndim: int, name: str = "dim") -> None:
     if not isinstance(dim, int) or not -ndim <= dim < ndim:
-        raise ValueError(f"dim={shown(dim)} must be a dimension of a tensor that has {ndim}")
+        raise ValueError(f"{name}={shown(dim)} must be a dimension of a tensor that has {ndim}")
 
 
 def is_dtensor(t: Any) -> bool:
