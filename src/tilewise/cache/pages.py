@@ -263,7 +263,9 @@ class PageTable:
         on_host = torch.frombuffer(sum(fields.values(), array("i")), dtype=torch.int32)
         if into is None:
             # A later batch of the same sizes may write to more pages: `written` and `kept` come last.
-            most = self._most_written(len(new_tokens), sum(new_tokens))
+            # A row of n tokens writes to at most n // page_size + 2 of them, and to no more than n.
+            total = sum(new_tokens)
+            most = min(total, total // self.page_size + 2 * len(new_tokens))
             spare = 2 * (most + -most % ALIGNED - len(fields["written"]))
             with torch.inference_mode(False):  # tensors of inference mode could not be changed outside of it
                 block = torch.empty(len(on_host) + spare, dtype=torch.int32, device=device)
@@ -288,14 +290,6 @@ class PageTable:
             table=self, ends=ends, changes=self.changes, uses=uses, use=uses[0],
             copies=tuple(copies),
         )  # fmt: skip
-
-    def _most_written(self, rows: int, total: int) -> int:
-        """Pages that new tokens go to at most, however that many are shared out among the rows.
-
-        A row of n tokens writes to 1 + ceil((n - 1) / page_size) pages at most, and to none if it has none.
-        """
-        rows = min(rows, total)
-        return min(total, (total + rows * (2 * self.page_size - 2)) // self.page_size)
 
     def _fields(
         self, sequences: Sequence[int], new_tokens: Sequence[int], width: int | None

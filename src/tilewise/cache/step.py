@@ -85,9 +85,9 @@ class Step(ABC, Generic[C]):
     def are_lengths_known(self) -> bool:
         """Whether the cache itself has set all lengths and pages, so that they need no check."""
 
-    @abstractmethod
     def positions(self, x: Tensor) -> Tensor:
         """The place in its sequence of every token of x, which are each sequence's last: x.shape[:-2]."""
+        return self.first_queries(x)[:, None] + torch.arange(x.shape[1], device=x.device)
 
     @abstractmethod
     def first_queries(self, query: Tensor) -> Tensor:
@@ -109,9 +109,8 @@ class Step(ABC, Generic[C]):
     def fused_write(self, query: Tensor, key: Tensor, value: Tensor | None, rotary: Rotary | None) -> Tensor:
         """Rotate query and key and store the new tokens in one launch on a GPU; query as it is to be used."""
 
-    @abstractmethod
     def undo(self) -> None:
-        """Leave the cache as it was before the step."""
+        """Leave the cache as it was before the step; nothing is to be done where no pages were reserved."""
 
     def check_rotary(self, rotary: Rotary) -> None:
         """Raise ValueError or TypeError unless the tables fit."""
@@ -167,9 +166,6 @@ class ContiguousStep(Step[KVCache]):
     def are_lengths_known(self) -> bool:
         return self.cache.is_mirrored
 
-    def positions(self, x: Tensor) -> Tensor:
-        return self.first_queries(x)[:, None] + torch.arange(x.shape[1], device=x.device)
-
     def first_queries(self, query: Tensor) -> Tensor:
         return self.cache.lengths + (self.new_tokens - query.shape[1])
 
@@ -189,9 +185,6 @@ class ContiguousStep(Step[KVCache]):
         self.cache.mirror(held, self.new_tokens)
         return query
 
-    def undo(self) -> None:
-        pass  # nothing was reserved
-
 
 class PagedStep(Step[PagedKVCache]):
     def __init__(self, cache: PagedKVCache, batch: PagedBatch, is_reserved: bool) -> None:
@@ -206,9 +199,7 @@ class PagedStep(Step[PagedKVCache]):
         return True
 
     def positions(self, x: Tensor) -> Tensor:
-        if x.ndim == 3:
-            return self.batch.positions
-        return self.first_queries(x)[:, None] + torch.arange(x.shape[1], device=x.device)
+        return self.batch.positions if x.ndim == 3 else super().positions(x)
 
     def first_queries(self, query: Tensor) -> Tensor:
         return self.batch.lengths - (self.batch.cu_seqlens.diff() if query.ndim == 3 else query.shape[1])

@@ -54,9 +54,6 @@ class Work:
         steps, own = self.backward_steps if is_backward else self.steps, _swapped((key, value))
         return make_wire(self.ranks, steps, own, self.make_reach, self.most_heads, is_backward)
 
-    def parts(self, step: Step, device: torch.device) -> tuple[Part, ...]:
-        return parts_of(step, self.packs, device)
-
     def shard(self, inputs: Inputs) -> Shard:
         return Shard(inputs, self.options, self.backend, self.origin)
 
@@ -115,7 +112,7 @@ def _forward(work: Work, inputs: Inputs) -> tuple[Tensor, Tensor]:
             key, value = _swapped(arriving.wait())
         if number + 1 < len(steps):
             wire.start([arriving := wire.bring_keys(number + 1)])
-        for part in work.parts(step, query.device):
+        for part in parts_of(step, work.packs, query.device):
             total.add(part.block.q0, *attend(part, shard, key, value))
     if sinks is not None:  # a key whose value is 0
         nothing = value.new_zeros(value.shape[-1]).expand(*query.shape[:-1], -1)
@@ -163,7 +160,7 @@ class Backward:
                 started.append(arriving := wire.bring_keys(number + 1))
             if started:
                 wire.start(started)
-            for part in work.parts(step, key.device):
+            for part in parts_of(step, work.packs, key.device):
                 self._add(part, key, value, totals)
             if returning is not None:
                 returning.wait()

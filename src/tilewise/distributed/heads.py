@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,8 +25,6 @@ from tilewise.distributed.ranks import Ranks, to_device
 from tilewise.distributed.schedule import Range, num_rows
 from tilewise.distributed.wire import row_index, rows_of
 from tilewise.gpu.launch.launch_plan import HAS_TRITON
-
-MOST_SOURCES = 16  # ranks whose tokens one launch takes
 
 
 @dataclass(frozen=True)
@@ -173,34 +172,31 @@ def _by_messages(ranks: Ranks, sent: list[list[Tensor]], lengths: list[int]) -> 
 def _in_order(rows: tuple[tuple[Range, ...], ...], parts: list[Tensor]) -> Tensor:
     """All tokens of a group, from those of each rank (tokens, batch, heads, dim)."""
     which, row, place = _tokens_of_all(rows, parts[0].device)
-    if not _is_taken(parts):
+    if (take := _kernel(parts)) is None:
         return torch.cat(parts)[place]
     result = parts[0].new_empty((len(place), *parts[0].shape[1:]))
-    _take(result[:, None], parts, which, row)
+    take(result[:, None], parts, which, row)
     return result
 
 
 def _side_by_side(ranges: tuple[Range, ...], parts: list[Tensor]) -> Tensor:
     """(batch, tokens in these ranges, heads of all ranks, dim), from (tokens, batch, heads, dim) of each."""
-    if not _is_taken(parts):
+    if (take := _kernel(parts)) is None:
         return torch.cat([rows_of(part, ranges).transpose(0, 1) for part in parts], 2)
     world, (_, batch, count, dim) = len(parts), parts[0].shape
     result = parts[0].new_empty((batch, num_rows(ranges), world * count, dim))
     by_rank = result.unflatten(2, (world, count)).permute(1, 2, 0, 3, 4)
-    _take(by_rank, parts, *_own_tokens_of_all(ranges, world, result.device))
+    take(by_rank, parts, *_own_tokens_of_all(ranges, world, result.device))
     return result
 
 
-def _is_taken(parts: list[Tensor]) -> bool:
-    """Whether one kernel puts them together, which takes tensors that are alike but for their lengths."""
-    is_alike = len({t.stride() for t in parts}) == 1
-    return is_alike and parts[0].is_cuda and HAS_TRITON and len(parts) <= MOST_SOURCES
+def _kernel(parts: list[Tensor]) -> Callable[..., None] | None:
+    """What puts them together in one launch, if they are alike but for their lengths."""
+    if not (parts[0].is_cuda and HAS_TRITON and len({t.stride() for t in parts}) == 1):
+        return None
+    from tilewise.gpu.launch.take import MOST, take
 
-
-def _take(target: Tensor, sources: list[Tensor], which: Tensor, row: Tensor) -> None:
-    from tilewise.gpu.launch.take import take
-
-    take(target, sources, which, row)
+    return take if len(parts) <= MOST else None
 
 
 @kept_on_device(32)
