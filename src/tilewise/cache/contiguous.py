@@ -7,40 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilewise.core.checks import DTYPES, MAX_HEAD_DIM, check_flag, shown
+from tilewise.cache.storage import Storage, check_sizes, layout_hint, mark_static, normal
+from tilewise.core.checks import DTYPES, shown
 from tilewise.core.device_errors import raise_errors
 
 
-def check_sizes(**sizes: int) -> None:
-    """Raise ValueError unless all are integers of at least 0, head_dim* from 1 to MAX_HEAD_DIM."""
-    for name, size in sizes.items():
-        is_integer = isinstance(size, int) and not isinstance(size, bool)
-        if name.startswith("head_dim"):
-            if not is_integer or not 1 <= size <= MAX_HEAD_DIM:
-                raise ValueError(f"{name}={shown(size)} must be an integer from 1 to {MAX_HEAD_DIM}")
-        elif not is_integer or size < 0:
-            raise ValueError(f"{name}={shown(size)} must be an integer of at least 0")
-
-
-def mark_static(*tensors: Tensor | None) -> None:
-    """Tell `torch.compile` that these stay where they are, so that mode="reduce-overhead" may write to them.
-
-    As `torch._dynamo.mark_static_address` does without a guard; its import takes a second.
-    """
-    for t in tensors:
-        if t is not None:
-            t._dynamo_static_input_type = "unguarded"  # type: ignore[attr-defined]
-
-
-def normal(t: Any) -> Any:
-    """A tensor that can be changed outside of inference mode too; anything else as it is."""
-    if not (isinstance(t, Tensor) and t.is_inference()):
-        return t
-    with torch.inference_mode(False), torch.no_grad():
-        return torch.empty_like(t, memory_format=torch.preserve_format).copy_(t)
-
-
-class KVCache:
+class KVCache(Storage):
     """A contiguous cache: (batch, max_seqlen, num_kv_heads, head_dim) for keys, likewise for values.
 
     Args:
@@ -84,38 +56,21 @@ class KVCache:
         device: torch.device | str | None = None,
         value_in_key: bool = False,
     ) -> None:
-        head_dim_v = head_dim if head_dim_v is None else head_dim_v
-        check_sizes(
-            batch=batch,
-            max_seqlen=max_seqlen,
-            num_kv_heads=num_kv_heads,
-            head_dim=head_dim,
-            head_dim_v=head_dim_v,
-        )
+        check_sizes(batch=batch, max_seqlen=max_seqlen, num_kv_heads=num_kv_heads)
         if dtype not in DTYPES:
             raise TypeError(f"dtype={shown(dtype)} must be float64, float32, bfloat16 or float16")
-        self.value_in_key = value_in_key
-        check_value_in_key(value_in_key, head_dim, head_dim_v)
         rows = (batch, max_seqlen, num_kv_heads)
-        with torch.inference_mode(False):  # tensors of inference mode could not be changed outside of it
-            self.key = torch.zeros(*rows, head_dim, dtype=dtype, device=device)
-            self.value = (
-                self.key[..., :head_dim_v]
-                if value_in_key
-                else torch.zeros(*rows, head_dim_v, dtype=dtype, device=device)
-            )
+        super().__init__(rows, head_dim, head_dim_v, dtype, device, value_in_key)
+        with torch.inference_mode(False):
             self._lengths = torch.zeros(batch, dtype=torch.int32, device=device)
             self.arrivals = torch.zeros_like(self._lengths)  # for the kernel that appends and counts
-        mark_static(self.key, self.value, self._lengths, self.arrivals)
+        mark_static(self._lengths, self.arrivals)
         self._know([0] * batch)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """A copy: its tensors count their versions anew, and pickled ones share no memory."""
-        self.__dict__.update({name: normal(t) for name, t in state.items()})
+        super().__setstate__(state)
         self._known = None
-        if self.value_in_key:
-            self.value = self.key[..., : self.value.shape[-1]]
-        mark_static(self.key, self.value, self._lengths, self.arrivals)
+        mark_static(self._lengths, self.arrivals)
 
     @property
     def lengths(self) -> Tensor:
@@ -213,15 +168,11 @@ class KVCache:
 
     def __repr__(self) -> str:
         lengths = shown(self._held) if self.is_mirrored else "on the device"
-        return described(self, f"batch={len(self.key)}, max_seqlen={self.key.shape[1]}", f"lengths={lengths}")
-
-    def memory_bytes(self) -> int:
-        """Bytes of key and value storage, used or not."""
-        return self.key.nbytes + (0 if self.value_in_key else self.value.nbytes)
+        return self._described(f"batch={len(self.key)}, max_seqlen={self.key.shape[1]}", f"lengths={lengths}")
 
     def check_new(self, k: Tensor, v: Tensor | None) -> None:
         """Raise ValueError or TypeError unless k and v are new tokens for which there is room."""
-        check_new_tokens(self, k, v)
+        self._check_tensors(k, v)
         for name, t, storage in (("key", k, self.key), ("value", v, self.value)):
             if t is None:
                 continue
@@ -240,43 +191,3 @@ class KVCache:
                 f"key.shape[1]={k.shape[1]} new tokens do not fit: a sequence holds {longest} of "
                 f"max_seqlen={self.key.shape[1]}"
             )
-
-
-def described(cache: Any, first: str, last: str) -> str:
-    """The repr of a cache: what it was made of, and what it holds."""
-    head_dim, head_dim_v = cache.key.shape[-1], cache.value.shape[-1]
-    dims = f"head_dim={head_dim}" + (f", head_dim_v={head_dim_v}" if head_dim_v != head_dim else "")
-    where = f"dtype={cache.key.dtype}, device={str(cache.key.device)!r}"
-    return f"{type(cache).__name__}({first}, num_kv_heads={cache.key.shape[2]}, {dims}, {where}): {last}"
-
-
-def layout_hint(t: Tensor, heads: int, dim: int) -> str:
-    """For new tokens whose heads stand before their tokens."""
-    is_by_head = t.ndim == 4 and t.shape[1] == heads != t.shape[2] and t.shape[3] == dim
-    return "; (batch, heads, new_tokens, dim) wants layout='bhsd', or transpose(1, 2)" if is_by_head else ""
-
-
-def check_new_tokens(cache: Any, k: Tensor, v: Tensor | None) -> None:
-    """Raise ValueError or TypeError unless k and v are tensors that a cache can take."""
-    if cache.value_in_key and v is not None:
-        raise ValueError("value must be None: this cache's values lie in its keys")
-    for name, t, storage in (("key", k, cache.key), ("value", v, cache.value)):
-        if name == "value" and cache.value_in_key:
-            continue
-        if not isinstance(t, Tensor):
-            raise TypeError(f"{name}={type(t).__name__} must be a torch.Tensor when the other one is given")
-        if t.dtype != storage.dtype and not (storage.dtype == torch.float8_e4m3fn and t.dtype in DTYPES):
-            raise TypeError(f"{name}.dtype={t.dtype} must equal the cache's dtype={storage.dtype}")
-        if t.device != storage.device:
-            raise ValueError(f"{name}.device={t.device} must equal the cache's device={storage.device}")
-        if t.requires_grad and torch.is_grad_enabled():
-            raise ValueError(f"{name}.requires_grad=True must be False: a cache keeps no history")
-
-
-def check_value_in_key(value_in_key: bool, head_dim: int, head_dim_v: int) -> None:
-    """Raise ValueError unless values can be the first coordinates of keys, if they are to be."""
-    check_flag("value_in_key", value_in_key)
-    if value_in_key and head_dim_v > head_dim:
-        raise ValueError(
-            f"head_dim_v={head_dim_v} must be at most head_dim={head_dim} with value_in_key=True"
-        )

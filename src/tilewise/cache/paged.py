@@ -5,29 +5,20 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from numbers import Integral
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from tilewise.cache.contiguous import (
-    check_new_tokens,
-    check_sizes,
-    check_value_in_key,
-    described,
-    layout_hint,
-    mark_static,
-    normal,
-)
 from tilewise.cache.pages import PADDING, PagedBatch, PageTable, integers
 from tilewise.cache.quantized_pages import QUANTIZED, dequantized, write_quantized
+from tilewise.cache.storage import Storage, check_sizes, layout_hint
 from tilewise.core.checks import DTYPES, shown
 from tilewise.core.device_errors import raise_errors
 
 PAGE_SIZES = (16, 64, 128, 256)
 
 
-class PagedKVCache:
+class PagedKVCache(Storage):
     """Keys and values in pages: (num_pages, page_size, num_kv_heads, head_dim), likewise for values.
 
     Sequences are numbers that `allocate` and `fork` return. The host knows every length, so a wrong call is
@@ -81,11 +72,7 @@ class PagedKVCache:
         value_in_key: bool = False,
         shares: PagedKVCache | None = None,
     ) -> None:
-        head_dim_v = head_dim if head_dim_v is None else head_dim_v
-        check_sizes(
-            num_pages=num_pages, num_kv_heads=num_kv_heads, head_dim=head_dim,
-            head_dim_v=head_dim_v,
-        )  # fmt: skip
+        check_sizes(num_pages=num_pages, num_kv_heads=num_kv_heads)
         if max_seqlen is not None:
             check_sizes(max_seqlen=max_seqlen)
         if not isinstance(page_size, int) or page_size not in PAGE_SIZES:
@@ -94,20 +81,8 @@ class PagedKVCache:
             raise TypeError(
                 f"dtype={shown(dtype)} must be float64, float32, bfloat16, float16 or float8_e4m3fn"
             )
-        shape = (num_pages, page_size, num_kv_heads)
-        self.value_in_key = value_in_key
-        check_value_in_key(value_in_key, head_dim, head_dim_v)
-        with torch.inference_mode(False):  # tensors of inference mode could not be changed outside of it
-            self.key = torch.zeros(*shape, head_dim, dtype=dtype, device=device)
-            self.key_scale = None
-            if dtype == QUANTIZED:
-                self.key_scale = torch.ones(shape[0], shape[2], dtype=torch.float32, device=device)
-            if value_in_key:
-                self.value, self.value_scale = self.key[..., :head_dim_v], self.key_scale
-            else:
-                self.value = torch.zeros(*shape, head_dim_v, dtype=dtype, device=device)
-                self.value_scale = None if self.key_scale is None else torch.ones_like(self.key_scale)
-        mark_static(self.key, self.value, self.key_scale, self.value_scale)
+        rows = (num_pages, page_size, num_kv_heads)
+        super().__init__(rows, head_dim, head_dim_v, dtype, device, value_in_key)
         self._table = PageTable(num_pages, page_size, max_seqlen)
         self._layers = [self]
         if shares is not None:
@@ -122,17 +97,10 @@ class PagedKVCache:
             self._table, self._layers = table, shares._layers
             self._layers.append(self)
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """A copy: pickled tensors share no memory."""
-        self.__dict__.update({name: normal(t) for name, t in state.items()})
-        if self.value_in_key:
-            self.value, self.value_scale = self.key[..., : self.value.shape[-1]], self.key_scale
-        mark_static(self.key, self.value, self.key_scale, self.value_scale)
-
     def __repr__(self) -> str:
         first = f"num_pages={len(self.key)}, page_size={self.key.shape[1]}"
         held = f"sequences={shown(self.sequences)}, free_pages={len(self._table.free_pages)}"
-        return described(self, first, held)
+        return self._described(first, held)
 
     # ---- sequences
 
@@ -309,7 +277,7 @@ class PagedKVCache:
 
     def check_new(self, key: Tensor, value: Tensor | None, batch: PagedBatch | None = None) -> None:
         """Raise ValueError or TypeError unless key and value are new tokens of the batch for this cache."""
-        check_new_tokens(self, key, value)
+        self._check_tensors(key, value)
         for name, t, storage in (("key", key, self.key), ("value", value, self.value)):
             if t is None:
                 continue
@@ -350,15 +318,6 @@ class PagedKVCache:
         return rows[0], rows[1]
 
     # ---- memory
-
-    def memory_bytes(self) -> int:
-        """Bytes of storage in this layer, used or not, scales included."""
-        return sum(t.nbytes for t in self._tensors())
-
-    def _tensors(self) -> list[Tensor]:
-        """The memory of this layer."""
-        own = (self.key, self.key_scale, *(() if self.value_in_key else (self.value, self.value_scale)))
-        return [t for t in own if t is not None]
 
     def used_bytes(self) -> int:
         """Bytes of the pages in use; a shared page counts once."""
