@@ -29,6 +29,8 @@ from tilewise.core.torch_private import own_dtypes
 from tilewise.tiled import fp8, statistics
 from tilewise.tiled.tiles import (
     NEG_INF,
+    QueryTile,
+    Shift,
     Tiles,
     add_reduced,
     in_input_dtypes,
@@ -174,33 +176,27 @@ def forward(problem: AttentionProblem, inputs: Inputs, saves: bool = False) -> t
     lse_shape = packed if problem.is_packed else dense
     statistics = [query.new_empty(lse_shape, dtype=problem.compute_dtype) for _ in range(1 + saves)]
     for segment in segments(problem, inputs):
-        tiles = Tiles(problem, inputs, segment)
-        for i0, i1 in tiles.query_tiles():
-            acc, *columns = _forward_tile(tiles, i0, i1)
-            tiles.store_rows(out, i0, i1, acc)
+        for rows in Tiles(problem, inputs, segment).query_tiles():
+            acc, *columns = _forward_tile(rows)
+            rows.store(out, acc)
             for t, column in zip(statistics, columns):
-                tiles.store_lse(t, i0, i1, column)
+                rows.store_lse(t, column)
     return out, *statistics
 
 
-def _forward_tile(tiles: Tiles, i0: int, i1: int) -> tuple[Tensor, Tensor, Tensor]:
+def _forward_tile(rows: QueryTile) -> tuple[Tensor, Tensor, Tensor]:
     """out, lse and its residual."""
-    q = tiles.query(i0, i1)  # [n, group * block_q, head_dim], scaled
-    if tiles.problem.is_8_bit:
-        m, l, acc = fp8.softmax_sums(tiles, q, i0, i1)
-    else:
-        m, l, acc = _softmax_sums(tiles, q, i0, i1)
+    m, l, acc = fp8.softmax_sums(rows) if rows.problem.is_8_bit else _softmax_sums(rows)
     acc /= l.masked_fill(l == 0, 1.0)
     return acc, *log_sum_exp(m, l)
 
 
-def _softmax_sums(tiles: Tiles, q: Tensor, i0: int, i1: int) -> tuple[Tensor, Tensor, Tensor]:
-    m, l = tiles.initial_statistics(i0, i1)
-    acc = q.new_zeros((*q.shape[:2], tiles.problem.head_dim_v))
-    for j0, j1 in tiles.key_tiles(i0, i1):
-        s = tiles.scores(q, i0, i1, j0, j1).s
-        keep = tiles.keep(i0, i1, j0, j1)
-        m, l, acc, *_ = online_softmax_step(s, tiles.value(j0, j1), m, l, acc, keep)
+def _softmax_sums(rows: QueryTile) -> tuple[Tensor, Tensor, Tensor]:
+    m, l = rows.initial_statistics()
+    acc = rows.q.new_zeros((*rows.q.shape[:2], rows.problem.head_dim_v))
+    for j0, j1 in rows.key_tiles():
+        s, keep = rows.scores(j0, j1).s, rows.keep(j0, j1)
+        m, l, acc, *_ = online_softmax_step(s, rows.tiles.value(j0, j1), m, l, acc, keep)
     return m, l, acc
 
 
@@ -221,49 +217,33 @@ def backward(
     for segment in segments(problem, inputs):
         tiles = Tiles(problem, inputs, segment)
         dk_sum, dv_sum = tiles.new_key_sum(problem.head_dim), tiles.new_key_sum(problem.head_dim_v)
-        out_rows, do_rows = tiles.rows(out), tiles.rows(dout)
-        dlse_rows = None if dlse is None else tiles.lse_rows(dlse)
-        for i0, i1 in tiles.query_tiles():
-            do = tiles.fold(do_rows[:, :, i0:i1])  # [n, group * block_q, head_dim_v]
-            delta = (do * tiles.fold(out_rows[:, :, i0:i1])).sum(-1, keepdim=True)
-            if dlse_rows is not None:
-                delta -= tiles.fold(dlse_rows[:, :, i0:i1, None])
-            shift = tiles.row_shift(lse, residual, i0, i1)
-            dq_tile = _backward_tile(tiles, i0, i1, do, delta, shift, dk_sum, dv_sum, grads)
-            tiles.store_rows(grads.query, i0, i1, dq_tile)
+        for rows in tiles.query_tiles():
+            do, shift = rows.fold(dout), rows.shift(lse, residual)
+            delta = (do * rows.fold(out)).sum(-1, keepdim=True)
+            if dlse is not None:
+                delta -= rows.fold_lse(dlse)
+            rows.store(grads.query, _backward_tile(rows, do, delta, shift, dk_sum, dv_sum, grads))
             if grads.sinks is not None:
-                p_sink = weights(tiles.sink_column(i0, i1).clone(), *shift)
-                tiles.add_sinks(grads.sinks, -p_sink * delta)
+                rows.add_sinks(grads.sinks, -rows.sink_weights(shift) * delta)
         tiles.store_key_rows(grads.key, dk_sum)
         tiles.store_key_rows(grads.value, dv_sum)
     return in_input_dtypes(grads, inputs)
 
 
 def _backward_tile(
-    tiles: Tiles,
-    i0: int,
-    i1: int,
-    do: Tensor,
-    delta: Tensor,
-    row_shift: tuple[Tensor, Tensor],
-    dk_sum: Tensor,
-    dv_sum: Tensor,
-    grads: Gradients,
+    rows: QueryTile, do: Tensor, delta: Tensor, shift: Shift, dk_sum: Tensor, dv_sum: Tensor, grads: Gradients
 ) -> Tensor:
     """Add one query tile's part to dk_sum, dv_sum and grads' bias and captured floats; return its dq."""
-    q = tiles.query(i0, i1)  # [n, group * block_q, head_dim], scaled
-    dq = torch.zeros_like(q)
-    shift, factor = row_shift
-    for j0, j1 in tiles.key_tiles(i0, i1):
-        k, v = tiles.key(j0, j1), tiles.value(j0, j1)
-        s, tanh, function = tiles.scores(q, i0, i1, j0, j1)
-        keep = tiles.keep(i0, i1, j0, j1)
-        p, dp = recompute_step(s, v, shift, do, dv_sum[:, j0:j1], keep, factor)
+    dq = torch.zeros_like(rows.q)
+    for j0, j1 in rows.key_tiles():
+        k, v = rows.tiles.key(j0, j1), rows.tiles.value(j0, j1)
+        s, tanh, function = rows.scores(j0, j1)
+        p, dp = recompute_step(s, v, shift[0], do, dv_sum[:, j0:j1], rows.keep(j0, j1), shift[1])
         before = (
             None if function is None else functools.partial(function.backward, total=grads.captured_floats)
         )
         # q carries the scale
-        ds = gradient_step(p, dp, delta, q, k, dq, dk_sum[:, j0:j1], tanh, before)
+        ds = gradient_step(p, dp, delta, rows.q, k, dq, dk_sum[:, j0:j1], tanh, before)
         if grads.bias is not None:
-            add_reduced(tiles.score_rows(grads.bias, i0, i1, j0, j1), tiles.per_head(ds, i0, i1))
-    return dq.mul_(tiles.problem.scale)
+            add_reduced(rows.part(grads.bias, j0, j1), rows.per_head(ds))
+    return dq.mul_(rows.problem.scale)

@@ -26,7 +26,7 @@ from tilewise.core.problem import AttentionProblem, Inputs
 from tilewise.core.quantized import in_key_order
 
 if TYPE_CHECKING:
-    from tilewise.tiled.tiles import Segment, Tiles
+    from tilewise.tiled.tiles import QueryTile, Segment
 
 
 class Operands(NamedTuple):
@@ -95,16 +95,16 @@ def operands_in_blocks(problem: AttentionProblem, inputs: Inputs, segment: Segme
     return Operands(q, k, v[..., : problem.head_dim_v], v_scale, BLOCK_ROWS)
 
 
-def softmax_sums(tiles: Tiles, q: Tensor, i0: int, i1: int) -> tuple[Tensor, Tensor, Tensor]:
-    """m, l [n, group * block_q, 1] and acc [n, group * block_q, head_dim_v] of a folded query tile."""
-    m = q.new_full((*q.shape[:2], 1), float("-inf"))
-    l, acc = torch.zeros_like(m), q.new_zeros((*q.shape[:2], tiles.problem.head_dim_v))
-    key_tiles = list(tiles.key_tiles(i0, i1))
-    if tiles.visibility.left is not None:
+def softmax_sums(rows: QueryTile) -> tuple[Tensor, Tensor, Tensor]:
+    """m, l [n, group * block_q, 1] and acc [n, group * block_q, head_dim_v] of a query tile."""
+    m = rows.q.new_full((*rows.q.shape[:2], 1), float("-inf"))
+    l, acc = torch.zeros_like(m), rows.q.new_zeros((*rows.q.shape[:2], rows.problem.head_dim_v))
+    key_tiles = list(rows.key_tiles())
+    if rows.visibility.left is not None:
         key_tiles.reverse()  # the kernel's order
     for j0, j1 in key_tiles:
-        v, scale, keep = tiles.value(j0, j1), tiles.value_scale(j0), tiles.keep(i0, i1, j0, j1)
-        s = tiles.scores(q, i0, i1, j0, j1).s + scale.log()
+        v, scale, keep = rows.tiles.value(j0, j1), rows.tiles.value_scale(j0), rows.keep(j0, j1)
+        s = rows.scores(j0, j1).s + scale.log()
         m_new = torch.maximum(m, s.amax(-1, keepdim=True))
         m_finite = m_new.masked_fill(m_new == float("-inf"), 0.0)  # exp(-inf - -inf) would be NaN
         correction, p = torch.exp(m - m_finite), s.sub_(m_finite).exp_()
@@ -112,9 +112,9 @@ def softmax_sums(tiles: Tiles, q: Tensor, i0: int, i1: int) -> tuple[Tensor, Ten
         weights = fp8.round_weights(p)
         acc = acc * correction + torch.bmm(weights if keep is None else weights * keep, v)
         m = m_new
-    if tiles.inputs.sinks is None:
+    if rows.inputs.sinks is None:
         return m, l, acc
-    sink = tiles.sink_column(i0, i1)
+    sink = rows.sinks()
     m_new = torch.maximum(m, sink)
     m_finite = m_new.masked_fill(m_new == float("-inf"), 0.0)
     correction = torch.exp(m - m_finite)

@@ -30,6 +30,8 @@ from tilewise.core.statistics import GROUP, Aux, Measured, new_measured
 from tilewise.core.torch_private import own_dtypes
 from tilewise.tiled.tiles import (
     NEG_INF,
+    QueryTile,
+    Shift,
     Tiles,
     add_reduced,
     in_input_dtypes,
@@ -66,25 +68,22 @@ def measure(
         if found.rows is not None:
             _measure_rows(tiles, lse, residual, aux, found.rows)
         first = aux.first_visited(tiles.visibility.seqlen_q)
-        for i0, i1 in tiles.query_tiles() if is_walked else ():
-            if i1 > first:
-                _measure_tile(tiles, i0, i1, tiles.row_shift(lse, residual, i0, i1), aux, found)
+        for rows in tiles.query_tiles() if is_walked else ():
+            if rows.i1 > first:
+                _measure_tile(rows, rows.shift(lse, residual), aux, found)
     return found
 
 
-def _measure_tile(
-    tiles: Tiles, i0: int, i1: int, shift: tuple[Tensor, Tensor], aux: Aux, found: Measured
-) -> None:
-    """Reduce the tiles of scores of the queries [i0, i1)."""
-    q = tiles.query(i0, i1)  # [n, group * block_q, head_dim], scaled
-    row_max = q.new_full((*q.shape[:2], 1), NEG_INF)
+def _measure_tile(rows: QueryTile, shift: Shift, aux: Aux, found: Measured) -> None:
+    """Reduce the scores of a query tile."""
+    row_max = rows.q.new_full((*rows.q.shape[:2], 1), NEG_INF)
     distance = torch.zeros_like(row_max)
-    total = _sink_weights(tiles, i0, i1, shift)
+    total = rows.sink_weights(shift)
     entropy = torch.special.entr(total)
     needs_total = aux.entropy or aux.expected_distance or aux.top_k > 0
     best = None
-    for j0, j1 in tiles.key_tiles(i0, i1):
-        s = tiles.scores(q, i0, i1, j0, j1).s
+    for j0, j1 in rows.key_tiles():
+        s = rows.scores(j0, j1).s
         if aux.needs_row_max:
             row_max = torch.maximum(row_max, s.amax(-1, keepdim=True))
         if aux.top_k:
@@ -94,32 +93,27 @@ def _measure_tile(
             total += p.sum(-1, keepdim=True)
         if aux.entropy:
             entropy += torch.special.entr(p).sum(-1, keepdim=True)
-        by_head = tiles.per_head(p, i0, i1)
+        by_head = rows.per_head(p)
         if aux.expected_distance:
-            distance += tiles.fold((by_head * _distance(tiles, i0, i1, j0, j1)).sum(-1, keepdim=True))
+            distance += rows.tiles.fold((by_head * rows.distance(j0, j1)).sum(-1, keepdim=True))
         if found.column_sum is not None:
-            first = max(0, aux.first_row(tiles.visibility.seqlen_q) - i0)
-            _columns(tiles, found.column_sum, aux, j0, j1).add_(_of_keys(by_head[:, :, first:], tiles, aux))
+            first = max(0, aux.first_row(rows.visibility.seqlen_q) - rows.i0)
+            column_sum = by_head[:, :, first:].sum(2)
+            if aux.column_sum == GROUP:
+                column_sum = column_sum.unflatten(1, (-1, rows.problem.group_size)).sum(2)
+            _columns(rows.tiles, found.column_sum, j0, j1).add_(column_sum)
         if found.block_sum is not None:
-            _blocks(tiles, found.block_sum, aux, i0, i1, j0, j1).add_(
-                _block_sums(by_head, aux.block_sum, i0, _key_start(tiles) + j0)
-            )
+            sums = _block_sums(by_head, aux.block_sum, rows.i0, rows.tiles.key_start + j0)
+            _blocks(rows, found.block_sum, aux.block_sum, j0, j1).add_(sums)
     total.masked_fill_(total == 0, 1.0)  # no key is visible: all sums are 0
     entropy = entropy.div_(total).add_(total.log())
-    rows = {"row_max": row_max, "entropy": entropy, "expected_distance": distance.div_(total)}
-    for name, t in rows.items():
+    columns = {"row_max": row_max, "entropy": entropy, "expected_distance": distance.div_(total)}
+    for name, t in columns.items():
         target = getattr(found, name)
         if target is not None:
-            tiles.store_lse(target, i0, i1, t)
+            rows.store_lse(target, t)
     if best is not None:
-        _store_best(tiles, found, i0, i1, best, weights(best.scores.clone(), *shift).div_(total))
-
-
-def _sink_weights(tiles: Tiles, i0: int, i1: int, shift: tuple[Tensor, Tensor]) -> Tensor:
-    """Each folded row's weight of its sink, 0 without sinks [n, group * block_q, 1]."""
-    if tiles.inputs.sinks is None:
-        return torch.zeros_like(shift[0])
-    return weights(tiles.sink_column(i0, i1).clone(), *shift)
+        _store_best(rows, found, best, weights(best.scores.clone(), *shift).div_(total))
 
 
 class _Best(NamedTuple):
@@ -156,27 +150,25 @@ def _first_largest(s: Tensor, k: int) -> Tensor:
     return at.gather(-1, order)
 
 
-def _store_best(tiles: Tiles, found: Measured, i0: int, i1: int, best: _Best, p: Tensor) -> None:
-    count = best.keys.shape[-1]
-    keys = (best.keys + _key_start(tiles)).masked_fill_(best.scores == NEG_INF, -1)
+def _store_best(rows: QueryTile, found: Measured, best: _Best, p: Tensor) -> None:
+    count, tiles = best.keys.shape[-1], rows.tiles
+    keys = (best.keys + tiles.key_start).masked_fill_(best.scores == NEG_INF, -1)
     for target, t in ((found.top_weights, p), (found.top_keys, keys)):
         assert target is not None
-        rows = tiles.segment.rows_q
-        batch = tiles.segment.sequences
-        part = target[None, :, rows] if tiles.problem.is_packed else target[batch.start : batch.stop]
-        part[:, :, i0:i1, :count] = tiles.per_head(t, i0, i1)
+        part = target[None, :, tiles.segment.rows_q] if rows.problem.is_packed else tiles.entries(target)
+        part[:, :, rows.i0 : rows.i1, :count] = rows.per_head(t)
 
 
 def _measure_rows(tiles: Tiles, lse: Tensor, residual: Tensor | None, aux: Aux, found: Tensor) -> None:
     """The whole rows of P that were asked for."""
-    batch, seqlen_q, start = tiles.segment.sequences, tiles.visibility.seqlen_q, _key_start(tiles)
-    for n, i in _present_rows(aux, seqlen_q):
-        q, shift = tiles.query(i, i + 1), tiles.row_shift(lse, residual, i, i + 1)
-        total = tiles.per_head(_sink_weights(tiles, i, i + 1, shift), i, i + 1)[:, :, 0]
-        row = found[batch.start : batch.stop, :, n]
-        for j0, j1 in tiles.key_tiles(i, i + 1):
-            s = tiles.scores(q, i, i + 1, j0, j1).s
-            p = tiles.per_head(weights(s, *shift), i, i + 1)[:, :, 0]
+    start = tiles.key_start
+    for n, i in _present_rows(aux, tiles.visibility.seqlen_q):
+        query = QueryTile(tiles, i, i + 1)
+        shift = query.shift(lse, residual)
+        total = query.per_head(query.sink_weights(shift))[:, :, 0]
+        row = tiles.entries(found)[:, :, n]
+        for j0, j1 in query.key_tiles():
+            p = query.per_head(weights(query.scores(j0, j1).s, *shift))[:, :, 0]
             row[..., start + j0 : start + j1] = p
             total += p.sum(-1, keepdim=True)
         row /= total.masked_fill(total == 0, 1.0)
@@ -190,36 +182,18 @@ def _present_rows(aux: Aux, seqlen_q: int) -> Iterator[tuple[int, int]]:
             yield n, i
 
 
-def _key_start(tiles: Tiles) -> int:
-    """Where a segment's first key stands in tensors that have a place for every key of a batch entry."""
-    return 0 if tiles.problem.has_packed_keys else tiles.segment.rows_k.start
-
-
-def _distance(tiles: Tiles, i0: int, i1: int, j0: int, j1: int) -> Tensor:
-    """How far each key is from each query's causal position [block_q, block_k]."""
-    return tiles.visibility.relative_position(i0, i1, j0, j1, tiles.inputs.query.device).abs()
-
-
-def _of_keys(by_head: Tensor, tiles: Tiles, aux: Aux) -> Tensor:
-    """(batch, heads, rows, keys) summed over rows, and over groups if wanted."""
-    total = by_head.sum(2)
-    if aux.column_sum == GROUP:
-        total = total.unflatten(1, (tiles.problem.num_kv_heads, tiles.problem.group_size)).sum(2)
-    return total
-
-
-def _columns(tiles: Tiles, t: Tensor, aux: Aux, j0: int, j1: int) -> Tensor:
+def _columns(tiles: Tiles, t: Tensor, j0: int, j1: int) -> Tensor:
     """The keys [j0, j1) of column sums or their gradient, as a view (batch, heads, keys)."""
-    start, batch = tiles.segment.rows_k.start, tiles.segment.sequences
-    part = t[None] if tiles.problem.has_packed_keys else t[batch.start : batch.stop]
+    start = tiles.segment.rows_k.start
+    part = t[None] if tiles.problem.has_packed_keys else tiles.entries(t)
     return part[:, :, start + j0 : start + j1]
 
 
-def _blocks(tiles: Tiles, t: Tensor, aux: Aux, i0: int, i1: int, j0: int, j1: int) -> Tensor:
+def _blocks(rows: QueryTile, t: Tensor, size: int, j0: int, j1: int) -> Tensor:
     """The blocks that a tile touches, as a view (batch, heads, blocks of queries, blocks of keys)."""
-    batch, size, start = tiles.segment.sequences, aux.block_sum, _key_start(tiles)
-    rows = slice(i0 // size, (i1 - 1) // size + 1)
-    return t[batch.start : batch.stop, :, rows, (start + j0) // size : (start + j1 - 1) // size + 1]
+    start = rows.tiles.key_start
+    of_queries = slice(rows.i0 // size, (rows.i1 - 1) // size + 1)
+    return rows.tiles.entries(t)[:, :, of_queries, (start + j0) // size : (start + j1 - 1) // size + 1]
 
 
 def _block_sums(by_head: Tensor, size: int, i: int, j: int) -> Tensor:
@@ -253,87 +227,70 @@ def backward(
         tiles = Tiles(problem, inputs, segment)
         dk_sum = tiles.new_key_sum(problem.head_dim)
         first = aux.first_visited(tiles.visibility.seqlen_q) if grads.rows is None else 0
-        for i0, i1 in tiles.query_tiles():
-            if i1 <= first:
-                continue
-            shift = tiles.row_shift(lse, residual, i0, i1)
-            dq_tile = _backward_tile(tiles, i0, i1, shift, aux, grads, dk_sum, found)
-            tiles.store_rows(found.query, i0, i1, dq_tile)
+        for rows in tiles.query_tiles():
+            if rows.i1 > first:
+                dq_tile = _backward_tile(rows, rows.shift(lse, residual), aux, grads, dk_sum, found)
+                rows.store(found.query, dq_tile)
         tiles.store_key_rows(found.key, dk_sum)
     return in_input_dtypes(found, inputs)
 
 
 def _backward_tile(
-    tiles: Tiles,
-    i0: int,
-    i1: int,
-    shift: tuple[Tensor, Tensor],
-    aux: Aux,
-    grads: Measured,
-    dk_sum: Tensor,
-    found: Gradients,
+    rows: QueryTile, shift: Shift, aux: Aux, grads: Measured, dk_sum: Tensor, found: Gradients
 ) -> Tensor:
     """Add one query tile's part to dk_sum and found's bias, sinks and captured floats; return its dq."""
-    q = tiles.query(i0, i1)
+    q = rows.q
     dq, delta = torch.zeros_like(q), q.new_zeros((*q.shape[:2], 1))
-    entropy = None if grads.entropy is None else tiles.fold(tiles.lse_rows(grads.entropy)[:, :, i0:i1, None])
+    entropy = None if grads.entropy is None else rows.fold_lse(grads.entropy)
     if found.sinks is not None:
-        p_sink = weights(tiles.sink_column(i0, i1).clone(), *shift)
+        p_sink = rows.sink_weights(shift)
         weighted_sink = torch.zeros_like(p_sink) if entropy is None else entropy * torch.special.entr(p_sink)
         delta += weighted_sink
-    for j0, j1 in tiles.key_tiles(i0, i1):
-        s = tiles.scores(q, i0, i1, j0, j1).s
-        pg = _weighted(tiles, i0, i1, j0, j1, weights(s, *shift), aux, grads, entropy)
+    for j0, j1 in rows.key_tiles():
+        pg = _weighted(rows, j0, j1, weights(rows.scores(j0, j1).s, *shift), aux, grads, entropy)
         delta += pg.sum(-1, keepdim=True)
-    for j0, j1 in tiles.key_tiles(i0, i1):
-        s, tanh, function = tiles.scores(q, i0, i1, j0, j1)
+    for j0, j1 in rows.key_tiles():
+        s, tanh, function = rows.scores(j0, j1)
         p = weights(s, *shift)
-        ds = _weighted(tiles, i0, i1, j0, j1, p, aux, grads, entropy).sub_(p.mul_(delta))
+        ds = _weighted(rows, j0, j1, p, aux, grads, entropy).sub_(p.mul_(delta))
         if function is not None:
             ds = function.backward(ds, found.captured_floats)
         if found.bias is not None:
-            add_reduced(tiles.score_rows(found.bias, i0, i1, j0, j1), tiles.per_head(ds, i0, i1))
+            add_reduced(rows.part(found.bias, j0, j1), rows.per_head(ds))
         if tanh is not None:
             ds = (1 - tanh * tanh).mul_(ds)
-        dq.baddbmm_(ds, tiles.key(j0, j1))
+        dq.baddbmm_(ds, rows.tiles.key(j0, j1))
         dk_sum[:, j0:j1].baddbmm_(ds.mT, q)  # q carries the scale
     if found.sinks is not None:
-        tiles.add_sinks(found.sinks, weighted_sink - p_sink * delta)
-    return dq.mul_(tiles.problem.scale)
+        rows.add_sinks(found.sinks, weighted_sink - p_sink * delta)
+    return dq.mul_(rows.problem.scale)
 
 
 def _weighted(
-    tiles: Tiles,
-    i0: int,
-    i1: int,
-    j0: int,
-    j1: int,
-    p: Tensor,
-    aux: Aux,
-    grads: Measured,
-    entropy: Tensor | None,
+    rows: QueryTile, j0: int, j1: int, p: Tensor, aux: Aux, grads: Measured, entropy: Tensor | None
 ) -> Tensor:
     """P G of one tile [n, group * block_q, block_k]; `entropy` is that statistic's gradient, folded."""
-    batch, start = tiles.segment.sequences, _key_start(tiles)
-    by_head = tiles.per_head(p, i0, i1)
+    tiles, i0, i1 = rows.tiles, rows.i0, rows.i1
+    k0, k1 = tiles.key_start + j0, tiles.key_start + j1
+    by_head = rows.per_head(p)
     g = torch.zeros_like(by_head)
     if grads.expected_distance is not None:
         of_rows = tiles.lse_rows(grads.expected_distance)[:, :, i0:i1, None]
-        g += of_rows * _distance(tiles, i0, i1, j0, j1)
+        g += of_rows * rows.distance(j0, j1)
     if grads.column_sum is not None:
-        columns = _columns(tiles, grads.column_sum, aux, j0, j1)[:, :, None]
+        columns = _columns(tiles, grads.column_sum, j0, j1)[:, :, None]
         if aux.column_sum == GROUP:
-            columns = columns.repeat_interleave(tiles.problem.group_size, 1)
-        g[:, :, max(0, aux.first_row(tiles.visibility.seqlen_q) - i0) :] += columns
+            columns = columns.repeat_interleave(rows.problem.group_size, 1)
+        g[:, :, max(0, aux.first_row(rows.visibility.seqlen_q) - i0) :] += columns
     if grads.block_sum is not None:
-        of_blocks = grads.block_sum[batch.start : batch.stop]
-        for dim, first, last in ((2, i0, i1), (3, start + j0, start + j1)):
+        of_blocks = tiles.entries(grads.block_sum)
+        for dim, first, last in ((2, i0, i1), (3, k0, k1)):
             at = torch.arange(first, last, device=p.device) // aux.block_sum
             of_blocks = of_blocks.index_select(dim, at)
         g += of_blocks
     if grads.rows is not None:
-        for n, i in _present_rows(aux, tiles.visibility.seqlen_q):
+        for n, i in _present_rows(aux, rows.visibility.seqlen_q):
             if i0 <= i < i1:
-                g[:, :, i - i0] += grads.rows[batch.start : batch.stop, :, n, start + j0 : start + j1]
+                g[:, :, i - i0] += tiles.entries(grads.rows)[:, :, n, k0:k1]
     pg = g.view_as(p).mul_(p)
     return pg if entropy is None else pg.addcmul_(entropy, torch.special.entr(p))

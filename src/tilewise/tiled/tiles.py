@@ -6,6 +6,7 @@ needs neither a copy of the keys nor a sum over heads afterwards.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -22,6 +23,9 @@ from tilewise.tiled.functions import FunctionTile, SegmentFunctions
 
 NEG_INF = float("-inf")
 SHIFT = 3  # below lse: about where the scores of some hundred keys are
+
+
+Shift = tuple[Tensor, Tensor]  # of each row: what `weights` takes
 
 
 class Segment(NamedTuple):
@@ -59,7 +63,7 @@ class ScoreTile(NamedTuple):
 
 
 class Tiles:
-    """Cuts one segment into tiles: folded queries, key and value tiles, scores with every option."""
+    """Cuts one segment into tiles of queries, keys and values."""
 
     def __init__(self, problem: AttentionProblem, inputs: Inputs, segment: Segment) -> None:
         self.problem, self.inputs, self.segment = problem, inputs, segment
@@ -76,24 +80,10 @@ class Tiles:
             self.rounded = self._rounded()
             self.query_rows, self.key_view, self.value_view = self.rounded[:3]
 
-    def query_tiles(self) -> Iterator[tuple[int, int]]:
+    def query_tiles(self) -> Iterator[QueryTile]:
         seqlen_q, step = self.visibility.seqlen_q, self.config.block_q
         for i0 in range(0, seqlen_q, step):
-            yield i0, min(i0 + step, seqlen_q)
-
-    def key_tiles(self, i0: int, i1: int) -> Iterator[tuple[int, int]]:
-        """Key tiles that the queries [i0, i1) can see; the first starts at the first visible key.
-
-        With functions, the others start where the map of tiles has them.
-        """
-        k0, k1 = self.visibility.key_range(i0, i1)
-        step = self.config.block_k
-        if self.functions is not None:
-            yield from self.functions.visible_tiles(i0, k0, k1)
-            return
-        first = k0 // step * step if self.problem.is_8_bit else k0  # no tile has keys of two scales
-        for j0 in range(first, k1, step):
-            yield max(j0, k0), min(j0 + step, k1)
+            yield QueryTile(self, i0, min(i0 + step, seqlen_q))
 
     def rows(self, t: Tensor) -> Tensor:
         """This segment's part of a query-shaped tensor, as a view (batch, heads, seqlen_q, dim)."""
@@ -106,8 +96,16 @@ class Tiles:
     def _slice(self, t: Tensor, rows: slice, is_packed: bool) -> Tensor:
         if is_packed:
             return t[rows].transpose(0, 1)[None]
-        batch = self.segment.sequences
-        return t[batch.start : batch.stop, rows].transpose(1, 2)
+        return self.entries(t)[:, rows].transpose(1, 2)
+
+    def entries(self, t: Tensor) -> Tensor:
+        """This segment's batch entries of a tensor that begins with them."""
+        return t[self.segment.sequences.start : self.segment.sequences.stop]
+
+    @property
+    def key_start(self) -> int:
+        """Where the first key stands in tensors that have a place for every key of a batch entry."""
+        return 0 if self.problem.has_packed_keys else self.segment.rows_k.start
 
     def new_key_sum(self, dim: int) -> Tensor:
         """[n, seqlen_k, dim] of zeros, for what the tiles add up by keys: see `store_key_rows`."""
@@ -127,45 +125,16 @@ class Tiles:
         # Sequences may share pages, so gradients add up.
         t.index_put_((page, position % size), total.transpose(0, 1).to(t.dtype), accumulate=True)
 
-    def store_rows(self, t: Tensor, i0: int, i1: int, tile: Tensor) -> None:
-        """Write a folded tile into the rows [i0, i1) of what `rows` gives of a query-shaped tensor."""
-        rows = self.rows(t)[:, :, i0:i1]
-        rows.copy_(tile.view(rows.shape))
-
-    def store_lse(self, t: Tensor, i0: int, i1: int, tile: Tensor) -> None:
-        """Write a folded column [n, group * block_q, 1] into the rows [i0, i1) of a tensor like lse."""
-        self.lse_rows(t)[:, :, i0:i1] = self.per_head(tile, i0, i1)[..., 0]
-
-    def add_sinks(self, total: Tensor, tile: Tensor) -> None:
-        """Add up what belongs to each folded row's sink [n, group * block_q, 1]."""
-        total += tile.view(len(self.segment.sequences), self.problem.num_heads, -1).sum((0, 2))
-
     def lse_rows(self, t: Tensor) -> Tensor:
         """This segment's part of lse, as a view (batch, heads, seqlen_q)."""
         if self.problem.is_packed:
             return t[None, :, self.segment.rows_q]
-        return t[self.segment.sequences.start : self.segment.sequences.stop]
-
-    def row_shift(self, lse: Tensor, residual: Tensor | None, i0: int, i1: int) -> tuple[Tensor, Tensor]:
-        """`shift_and_factor` of each row, folded like the scores."""
-
-        def folded(t: Tensor) -> Tensor:
-            return self.fold(self.lse_rows(t)[:, :, i0:i1, None])
-
-        return shift_and_factor(folded(lse), None if residual is None else folded(residual))
+        return self.entries(t)
 
     def fold(self, t: Tensor) -> Tensor:
         """(batch, heads, rows, dim) -> [batch * kv heads, group * rows, dim] in the compute dtype."""
         n = t.shape[0] * self.problem.num_kv_heads
         return t.to(self.problem.compute_dtype).reshape(n, self.problem.group_size * t.shape[2], t.shape[3])
-
-    def per_head(self, t: Tensor, i0: int, i1: int) -> Tensor:
-        """[batch * kv heads, group * rows, cols] -> the same memory as (batch, heads, rows, cols)."""
-        return t.view(len(self.segment.sequences), self.problem.num_heads, i1 - i0, t.shape[-1])
-
-    def query(self, i0: int, i1: int) -> Tensor:
-        """The folded query tile, times the softmax scale."""
-        return self.fold(self.query_rows[:, :, i0:i1]) * self.problem.scale
 
     def key(self, j0: int, j1: int) -> Tensor:
         inputs = self.inputs
@@ -212,70 +181,135 @@ class Tiles:
         skip = j0 + start - first * size
         return tile[skip : skip + j1 - j0].transpose(0, 1)[None]
 
-    def initial_statistics(self, i0: int, i1: int) -> tuple[Tensor, Tensor]:
+
+class QueryTile:
+    """Queries [i0, i1) of a segment, and their scores; what is theirs is folded [n, group * block_q, ...]."""
+
+    def __init__(self, tiles: Tiles, i0: int, i1: int) -> None:
+        self.tiles, self.i0, self.i1 = tiles, i0, i1
+        self.problem, self.inputs, self.visibility = tiles.problem, tiles.inputs, tiles.visibility
+
+    @functools.cached_property
+    def q(self) -> Tensor:
+        """The queries, times the softmax scale."""
+        return self.tiles.fold(self.tiles.query_rows[:, :, self.i0 : self.i1]) * self.problem.scale
+
+    def fold(self, t: Tensor) -> Tensor:
+        """The tile's part of a query-shaped tensor."""
+        return self.tiles.fold(self.tiles.rows(t)[:, :, self.i0 : self.i1])
+
+    def fold_lse(self, t: Tensor) -> Tensor:
+        """The tile's part of a tensor like lse, as a column [n, group * block_q, 1]."""
+        return self.tiles.fold(self.tiles.lse_rows(t)[:, :, self.i0 : self.i1, None])
+
+    def per_head(self, t: Tensor) -> Tensor:
+        """[batch * kv heads, group * rows, cols] -> the same memory as (batch, heads, rows, cols)."""
+        sequences = len(self.tiles.segment.sequences)
+        return t.view(sequences, self.problem.num_heads, self.i1 - self.i0, t.shape[-1])
+
+    def store(self, t: Tensor, tile: Tensor) -> None:
+        """Write a folded tile into a query-shaped tensor."""
+        rows = self.tiles.rows(t)[:, :, self.i0 : self.i1]
+        rows.copy_(tile.view(rows.shape))
+
+    def store_lse(self, t: Tensor, column: Tensor) -> None:
+        """Write a folded column into a tensor like lse."""
+        self.tiles.lse_rows(t)[:, :, self.i0 : self.i1] = self.per_head(column)[..., 0]
+
+    def shift(self, lse: Tensor, residual: Tensor | None) -> Shift:
+        """`shift_and_factor` of each row."""
+        return shift_and_factor(self.fold_lse(lse), None if residual is None else self.fold_lse(residual))
+
+    def initial_statistics(self) -> tuple[Tensor, Tensor]:
         """m = -inf and l = 0; with sinks, the state after a key of logit `sink` and value 0."""
-        n = len(self.segment.sequences) * self.problem.num_kv_heads
-        shape = (n, self.problem.group_size * (i1 - i0), 1)
-        like = self.inputs.query
         if self.inputs.sinks is None:
-            m = like.new_full(shape, NEG_INF, dtype=self.problem.compute_dtype)
+            m = self.q.new_full((*self.q.shape[:2], 1), NEG_INF)
             return m, torch.zeros_like(m)
-        m = self.sink_column(i0, i1)
-        return m, torch.ones_like(m)
+        return self.sinks(), torch.ones_like(self.q[..., :1])
 
-    def sink_column(self, i0: int, i1: int) -> Tensor:
-        """Each folded row's sink logit [n, group * block_q, 1]."""
+    def sinks(self) -> Tensor:
+        """Each row's sink logit [n, group * block_q, 1]."""
         sinks = self.inputs.sinks.to(self.problem.compute_dtype)  # type: ignore[union-attr]
-        return self.fold(sinks[None, :, None, None].expand(len(self.segment.sequences), -1, i1 - i0, 1))
+        shape = len(self.tiles.segment.sequences), -1, self.i1 - self.i0, 1
+        return self.tiles.fold(sinks[None, :, None, None].expand(shape))
 
-    def scores(self, q: Tensor, i0: int, i1: int, j0: int, j1: int) -> ScoreTile:
-        """The score tile of a folded query tile."""
-        problem, inputs = self.problem, self.inputs
-        s = torch.bmm(q, self.key(j0, j1).mT)  # [n, group * block_q, block_k]
+    def sink_weights(self, shift: Shift) -> Tensor:
+        """Each row's weight of its sink, 0 without sinks [n, group * block_q, 1]."""
+        if self.inputs.sinks is None:
+            return torch.zeros_like(shift[0])
+        return weights(self.sinks().clone(), *shift)
+
+    def add_sinks(self, total: Tensor, column: Tensor) -> None:
+        """Add up by heads what belongs to each row's sink [n, group * block_q, 1]."""
+        total += self.per_head(column)[..., 0].sum((0, 2))
+
+    def key_tiles(self) -> Iterator[tuple[int, int]]:
+        """Key tiles that the queries can see; the first starts at the first visible key.
+
+        With functions, the others start where the map of tiles has them.
+        """
+        k0, k1 = self.visibility.key_range(self.i0, self.i1)
+        if self.tiles.functions is not None:
+            yield from self.tiles.functions.visible_tiles(self.i0, k0, k1)
+            return
+        step = self.tiles.config.block_k
+        first = k0 // step * step if self.problem.is_8_bit else k0  # no tile has keys of two scales
+        for j0 in range(first, k1, step):
+            yield max(j0, k0), min(j0 + step, k1)
+
+    def scores(self, j0: int, j1: int) -> ScoreTile:
+        """Those of the keys [j0, j1)."""
+        inputs, softcap, tile = self.inputs, self.problem.softcap, (self.i0, self.i1, j0, j1)
+        s = torch.bmm(self.q, self.tiles.key(j0, j1).mT)  # [n, group * block_q, block_k]
         tanh = None
-        if problem.softcap > 0:
-            tanh = torch.tanh(s / problem.softcap)
-            s = problem.softcap * tanh
-        by_head = self.per_head(s, i0, i1)
+        if softcap > 0:
+            tanh = torch.tanh(s / softcap)
+            s = softcap * tanh
+        by_head = self.per_head(s)
         if inputs.bias is not None:
-            by_head += self.score_rows(inputs.bias, i0, i1, j0, j1)
+            by_head += self.part(inputs.bias, j0, j1)
         if inputs.alibi_slopes is not None:
-            by_head -= self._alibi(i0, i1, j0, j1)
-        function = None if self.functions is None else self.functions.at(by_head, (i0, i1, j0, j1))
-        if self.visibility.tile_kind(i0, i1, j0, j1) is TileKind.EDGE:
-            by_head.masked_fill_(~self.visibility.tile_mask(i0, i1, j0, j1, s.device), NEG_INF)
+            by_head -= self._alibi(inputs.alibi_slopes, j0, j1)
+        function = None if self.tiles.functions is None else self.tiles.functions.at(by_head, tile)
+        if self.visibility.tile_kind(*tile) is TileKind.EDGE:
+            by_head.masked_fill_(~self.visibility.tile_mask(*tile, s.device), NEG_INF)
         if inputs.mask is not None:
-            by_head.masked_fill_(~self.score_rows(inputs.mask, i0, i1, j0, j1), NEG_INF)
+            by_head.masked_fill_(~self.part(inputs.mask, j0, j1), NEG_INF)
         if function is not None:
             function.check_indices(by_head)
         return ScoreTile(s, tanh, function)
 
-    def _alibi(self, i0: int, i1: int, j0: int, j1: int) -> Tensor:
-        slopes = self.inputs.alibi_slopes.to(self.problem.compute_dtype)  # type: ignore[union-attr]
+    def _alibi(self, slopes: Tensor, j0: int, j1: int) -> Tensor:
+        slopes = slopes.to(self.problem.compute_dtype)
         if slopes.ndim == 2:
-            slopes = slopes[self.segment.sequences.start : self.segment.sequences.stop]
-        distance = self.visibility.relative_position(i0, i1, j0, j1, slopes.device).abs()
-        return slopes[..., None, None] * distance
+            slopes = self.tiles.entries(slopes)
+        return slopes[..., None, None] * self.distance(j0, j1)
 
-    def score_rows(self, t: Tensor, i0: int, i1: int, j0: int, j1: int) -> Tensor:
-        """The tile's part of a mask or bias that broadcasts to (batch, heads, seqlen_q, seqlen_k)."""
-        start = self.segment.rows_k.start if not self.problem.has_packed_keys else 0
+    def distance(self, j0: int, j1: int) -> Tensor:
+        """How far each key is from each query's causal position [block_q, block_k]."""
+        device = self.inputs.query.device
+        return self.visibility.relative_position(self.i0, self.i1, j0, j1, device).abs()
+
+    def part(self, t: Tensor, j0: int, j1: int) -> Tensor:
+        """The part of a mask or bias that broadcasts to (batch, heads, seqlen_q, seqlen_k)."""
         if t.shape[0] > 1:
-            t = t[self.segment.sequences.start : self.segment.sequences.stop]
+            t = self.tiles.entries(t)
         if t.shape[2] > 1:
-            t = t[:, :, i0:i1]
+            t = t[:, :, self.i0 : self.i1]
+        start = self.tiles.key_start
         return t[..., start + j0 : start + j1] if t.shape[3] > 1 else t
 
-    def keep(self, i0: int, i1: int, j0: int, j1: int) -> Tensor | None:
+    def keep(self, j0: int, j1: int) -> Tensor | None:
         """Dropout factor 0 or 1 / (1 - rate(dropout_p)), folded like the scores; None without dropout."""
         problem, seed = self.problem, self.inputs.dropout_seed
         if problem.dropout_p == 0 or seed is None:
             return None
-        kept = keep_mask(seed, problem.dropout_p, self.segment.sequences, problem.num_heads, i0, i1, j0, j1)
-        return self.fold(kept) / (1 - rate(problem.dropout_p))
+        rows = self.tiles.segment.sequences, problem.num_heads, self.i0, self.i1
+        kept = keep_mask(seed, problem.dropout_p, *rows, j0, j1)
+        return self.tiles.fold(kept) / (1 - rate(problem.dropout_p))
 
 
-def shift_and_factor(lse: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def shift_and_factor(lse: Tensor, residual: Tensor | None = None) -> Shift:
     """What `weights` takes: exp(s - shift) * factor = exp(s - lse - residual).
 
     A shift among the scores, not above them as lse is, leaves differences small, which rounds them less. In a
