@@ -16,7 +16,7 @@ if not (IS_INTERPRETED or torch.cuda.is_available()):
     pytest.skip("needs a GPU, or TRITON_INTERPRET=1", allow_module_level=True)
 
 from tilewise.distributed import parts  # noqa: E402
-from tilewise.gpu.launch.combine import MOST, Operand, combine  # noqa: E402
+from tilewise.gpu.launch.combine import MOST, combine  # noqa: E402
 
 DEVICE = "cpu" if IS_INTERPRETED else "cuda"
 NEG_INF = float("-inf")
@@ -31,7 +31,7 @@ def operands(spans, dim, dtype, with_lse):
         lse = torch.randn(2, HEADS, stop - start, device=DEVICE) * 20
         lse[..., ::5] = NEG_INF
         out = out.masked_fill((lse == NEG_INF).transpose(1, 2)[..., None] & with_lse, 0.0)
-        found.append(Operand(start, out, lse if with_lse else None))
+        found.append(parts.Share(start, out, lse if with_lse else None))
     return found
 
 
@@ -92,7 +92,7 @@ def test_no_warp_overwrites_what_another_has_not_read(count, repeats=2 if IS_INT
         outs = torch.randn(count, 1, tokens, 16, 128, device=DEVICE, dtype=torch.bfloat16)
         lses = torch.randn(count, 1, 16, tokens, device=DEVICE) * 3
         exact, exact_lse = merge([(o.float(), lse) for o, lse in zip(outs, lses)])
-        given = [Operand(0, o, lse) for o, lse in zip(outs, lses)]
+        given = [parts.Share(0, o, lse) for o, lse in zip(outs, lses)]
         combine(given[0].out, given[0].lse, tuple(given), 0, tokens)
         torch.testing.assert_close(given[0].out.float(), exact, rtol=1e-2, atol=1e-2)
         torch.testing.assert_close(given[0].lse, exact_lse, rtol=1e-5, atol=1e-5)

@@ -82,8 +82,7 @@ def check_call(inputs: Inputs, options: Options, *call: Any) -> int:
     Raises:
         ValueError, TypeError, NotImplementedError: an argument does not fit.
     """
-    named = zip(_GIVEN, (inputs.mask, inputs.bias, inputs.alibi_slopes, inputs.sinks), strict=True)
-    check_tensors(**{name: t for name, t in named if t is not None})
+    check_tensors(**{name: t for name in _GIVEN if (t := getattr(inputs, name)) is not None})
     try:
         return _checked(seen(inputs), options, *call)
     except TypeError:  # an option that cannot be hashed: the checks name it

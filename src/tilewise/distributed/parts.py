@@ -298,7 +298,7 @@ class Totals:
         return first.out, first.lse
 
     def _by_kernel(self, dtype: torch.dtype, is_whole: bool) -> tuple[Tensor, Tensor | None]:
-        from tilewise.gpu.launch.combine import Operand, combine
+        from tilewise.gpu.launch.combine import combine
 
         if is_whole and self.waiting[0].out.dtype == dtype:
             (_, target, lse), *others = self.waiting
@@ -306,7 +306,7 @@ class Totals:
         else:
             target = self.like.new_empty(self.shape, dtype=dtype)
             lse, (start, stop) = self._new_lse(), (0, self.shape[1])
-        combine(target, lse, tuple(Operand(*p) for p in self.waiting), start, stop)
+        combine(target, lse, tuple(self.waiting), start, stop)
         return target, lse
 
     def _by_pytorch(self, dtype: torch.dtype, is_whole: bool) -> tuple[Tensor, Tensor | None]:

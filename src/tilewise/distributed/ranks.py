@@ -60,10 +60,6 @@ class Ranks:
         peers = tuple(self.peers[m] for m in members)
         return replace(self, rank=members.index(self.rank), world=len(members), peers=peers)
 
-    def turn(self, rank: int) -> int:
-        """When this rank reads from another: ranks begin with different ones."""
-        return (rank - self.rank) % self.world
-
     def of_first(self, t: Tensor) -> Tensor:
         """A tensor as the first rank has it."""
         if self.world == 1:

@@ -192,8 +192,10 @@ class Reads:
     def bring_keys(self, number: int) -> Transfer:
         step, far = self.steps[number], self.reach.steps[number - 1].receives
         transfer = Transfer(tuple([_new_rows(t, step.keys) for t in self.own]))
+        rank, world = self.ranks.rank, self.ranks.world
         pairs = zip(step.receives, far, strict=True)
-        for message, there in sorted(pairs, key=lambda pair: self.ranks.turn(pair[0].peer)):
+        # Ranks begin with different ones.
+        for message, there in sorted(pairs, key=lambda pair: (pair[0].peer - rank) % world):
             for slot, target in enumerate(transfer.result):
                 self._read(transfer, self.keys, message.peer, slot, there, target, message.rows)
         return transfer

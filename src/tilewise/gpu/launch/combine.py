@@ -23,12 +23,7 @@ FEW = 3  # or so many: two kernels in all
 BLOCK_T = 32  # tokens of a program
 
 
-class Operand(NamedTuple):
-    """Rows [start, start + tokens) of the target."""
-
-    start: int
-    out: Tensor  # (batch, tokens, heads, dim)
-    lse: Tensor | None  # (batch, heads, tokens)
+Operand = tuple[int, Tensor, Tensor | None]  # first row, out (batch, tokens, heads, dim), lse
 
 
 def combine(target: Tensor, lse: Tensor | None, operands: tuple[Operand, ...], start: int, stop: int) -> None:
@@ -37,12 +32,12 @@ def combine(target: Tensor, lse: Tensor | None, operands: tuple[Operand, ...], s
     Args:
         target: (batch, tokens, heads, dim), its last dimension contiguous.
         lse: (batch, heads, tokens) float32, or None: the operands are added.
-        operands: one to MOST.
+        operands: one to MOST, each the first of its rows, out and lse of these.
     """
     count = FEW if len(operands) <= FEW else MOST
-    spans = [(o.start, o.start + o.out.shape[1]) for o in operands] + [(0, 0)] * (MOST - len(operands))
+    spans = [(first, first + out.shape[1]) for first, out, _ in operands] + [(0, 0)] * (MOST - len(operands))
     padded = operands + operands[:1] * (MOST - len(operands))  # the first again, without rows
-    tensors = [t for o in padded for t in (_dense(o.out), _dense(o.lse))]
+    tensors = [_dense(t) for _, *results in padded for t in results]
     run(_launch, (start, stop, *spans), (target, lse, *tensors), count)
 
 
