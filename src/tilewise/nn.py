@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 
 from tilewise.api import Window, attention, attention_with_cache, window_bounds
-from tilewise.cache.contiguous import KVCache
+from tilewise.cache.contiguous import KVCache, check_sizes
 from tilewise.cache.rotary import apply_rotary, rotary_tables
-from tilewise.cache.storage import check_sizes
 from tilewise.core.checks import check_flag, check_known, check_number
 from tilewise.core.statistics import Aux
 from tilewise.varlen import attention_varlen

@@ -9,9 +9,9 @@ from numbers import Integral
 import torch
 from torch import Tensor
 
+from tilewise.cache.contiguous import Storage, check_sizes, layout_hint
 from tilewise.cache.pages import PADDING, PagedBatch, PageTable, integers
 from tilewise.cache.quantized_pages import QUANTIZED, dequantized, write_quantized
-from tilewise.cache.storage import Storage, check_sizes, layout_hint
 from tilewise.core.checks import DTYPES, shown
 from tilewise.core.device_errors import raise_errors
 
