@@ -14,7 +14,6 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 from vllm import _custom_ops
-from vllm.utils.torch_utils import is_quantized_kv_cache
 from vllm.v1.attention.backend import (
     AttentionBackend,
     AttentionCGSupport,
@@ -163,7 +162,7 @@ class TilewiseImpl(AttentionImpl[TilewiseMetadata]):
         kv_sharing_target_layer_name: str | None = None,
         sinks: Tensor | None = None,
     ) -> None:
-        if is_quantized_kv_cache(kv_cache_dtype):
+        if kv_cache_dtype not in TilewiseBackend.supported_kv_cache_dtypes:
             raise NotImplementedError(
                 f"kv_cache_dtype={kv_cache_dtype!r} must be 'auto', 'float16' or 'bfloat16' for tilewise"
             )
