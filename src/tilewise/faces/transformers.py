@@ -36,7 +36,9 @@ def register(name: str = "tilewise", *, weight_rows: Sequence[int] | None = None
     It serves every model that goes through transformers' attention interface: grouped-query and cross
     attention, sliding windows, softcap, sinks, position biases, dropout in training, padding, dynamic and
     static caches, and packed sequences (`cu_seq_lens_q`, `cu_seq_lens_k`, or position ids that restart).
-    Continuous batching (`generate_batch`) goes by the name `"paged|" + name`, on GPUs and CPUs.
+    Models whose layers multiply queries and keys themselves, as BLOOM's, are refused or stay with eager.
+    Continuous batching (`generate_batch`) goes by the name `"paged|" + name`, on GPUs and CPUs, up to release
+    5.18; newer ones take only their own functions there, or `tilewise.compat.hf_kernels`.
     A padded query that sees no key gets 0, where the eager implementation gives the mean of the values.
 
     Args:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import sys
 from collections.abc import Callable
 from types import CodeType
 from typing import Any, NamedTuple
@@ -138,7 +139,15 @@ def visibility_mask(
         None where full attention over all keys says everything and the caller allows it, in traced code also
         where causal attention does; otherwise a bool mask (batch_size, 1, q_length, kv_length), True =
         attend, which is a `PatternMask` if possible.
+
+    Raises:
+        NotImplementedError: the layers of this model would add the mask to scores of their own.
     """
+    config = type(kwargs.get("config"))
+    if _has_own_code(config):
+        raise NotImplementedError(
+            f"attn_implementation of {config.__name__} must be 'eager': its layers ask none"
+        )
     # each by name: Dynamo of torch 2.11 refuses the lazy module that `from transformers import` starts from
     from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, sdpa_mask
     from transformers.utils.import_utils import is_tracing
@@ -185,6 +194,17 @@ def visibility_mask(
     return PatternMask(pattern, build, batch_size, device)
 
 
+@torch.compiler.assume_constant_result
+def _has_own_code(config: type) -> bool:
+    """Whether layers of a model of transformers' own multiply queries and keys themselves."""
+    module = sys.modules.get(config.__module__.replace(".configuration_", ".modeling_"))
+    is_theirs = module is not None and config.__module__.startswith("transformers.models.")
+    if not is_theirs or hasattr(module, "ALL_ATTENTION_FUNCTIONS"):
+        return False
+    classes = (t for t in vars(module).values() if getattr(t, "__module__", None) == module.__name__)
+    return any("Attention" in t.__name__ for t in classes)
+
+
 class _Terms(NamedTuple):
     """What a mask function says of a `Pattern`."""
 
@@ -208,6 +228,8 @@ def _terms(mask_function: Any) -> _Terms | None:
             return _Terms(left=argument, right=argument)
         case "packed":
             return _Terms(sequence_ids=argument)
+        case "own positions":  # of packed sequences, in which they are consecutive: nothing but that moves
+            return _terms(argument)
         case "and":
             return _intersection([_terms(part) for part in argument])
     return None
@@ -228,12 +250,15 @@ def _mask_function_kinds() -> dict[CodeType | None, str]:
     """The code of the mask functions that transformers' factories make, by which they are recognized."""
     from transformers import masking_utils as hf
 
-    return {
+    zeros = torch.zeros(1, 1, dtype=torch.int32, device="cpu")
+    own = getattr(hf, "remap_positions_for_packed_sequence", None)  # from 5.23 on
+    kinds = {own(hf.causal_mask_function, zeros).__code__: "own positions"} if own else {}
+    return kinds | {
         hf.bidirectional_mask_function.__code__: "full",
         hf.causal_mask_function.__code__: "causal",
         hf.sliding_window_overlay(1).__code__: "window",
         hf.sliding_window_bidirectional_overlay(1).__code__: "window both ways",
-        hf.packed_sequence_mask_function(torch.zeros(1, 1, device="cpu")).__code__: "packed",
+        hf.packed_sequence_mask_function(zeros).__code__: "packed",
         hf.and_masks(hf.causal_mask_function).__code__: "and",
     }
 
