@@ -2,7 +2,8 @@
 
 transformers keeps the pages and prepares, once a step, which rows each sequence writes and reads. Where it
 gives a table of pages the keys are read where they lie; otherwise (release 5.17 gives tables to flash-attn
-alone) its cache copies the rows of a step together.
+alone) its cache copies the rows of a step together. Since 5.19 it takes only its own functions here and
+those of a repository for `kernels`.
 """
 
 from __future__ import annotations

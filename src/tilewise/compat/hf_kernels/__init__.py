@@ -5,7 +5,7 @@
 Such a repository holds a folder for each kind of device, whose code imports itself by relative names alone:
 it is loaded under a name of its own, beside an installed tilewise or without one. Two folders of the same
 files are written, for CUDA and for CPUs. They need PyTorch, on GPUs Triton, and use llvmlite if it is there.
-kernels 0.17 is tested.
+kernels 0.16 and 0.17 are tested.
 """
 
 from __future__ import annotations
