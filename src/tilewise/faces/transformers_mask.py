@@ -198,11 +198,11 @@ def visibility_mask(
 def _has_own_code(config: type) -> bool:
     """Whether layers of a model of transformers' own multiply queries and keys themselves."""
     module = sys.modules.get(config.__module__.replace(".configuration_", ".modeling_"))
-    is_theirs = module is not None and config.__module__.startswith("transformers.models.")
-    if not is_theirs or hasattr(module, "ALL_ATTENTION_FUNCTIONS"):
+    if module is None or hasattr(module, "ALL_ATTENTION_FUNCTIONS"):
         return False
+    is_theirs = module.__name__.startswith("transformers.models.")
     classes = (t for t in vars(module).values() if getattr(t, "__module__", None) == module.__name__)
-    return any("Attention" in t.__name__ for t in classes)
+    return is_theirs and any("Attention" in t.__name__ for t in classes)
 
 
 class _Terms(NamedTuple):
