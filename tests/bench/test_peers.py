@@ -195,7 +195,7 @@ def test_standard_attention_refuses_what_does_not_fit(monkeypatch):
     from tilewise.lab.bench import torch_peers
 
     case = dense("forward", "float32", 16, 1, 1, 64)
-    monkeypatch.setattr(torch_peers, "_free_bytes", lambda: 64 * 64 * 4 * 3.0)
+    monkeypatch.setattr(torch_peers, "free_bytes", lambda device: 64 * 64 * 4 * 3.0)
     with pytest.raises(Refusal, match="GiB of scores"):
         find_peers(["standard"])[0].prepare(case, random_data(case), "bshd")
 

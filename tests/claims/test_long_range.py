@@ -11,7 +11,7 @@ import torch
 from typer.testing import CliRunner
 
 from tilewise.cli import _app
-from tilewise.lab.claims import run
+from tilewise.lab.claims import long_range
 from tilewise.lab.long_range import tasks
 from tilewise.lab.long_range.tasks import HELD_OUT, TASKS, TRAIN
 from tilewise.lab.long_range.training import ATTENTIONS, Settings, Training
@@ -131,8 +131,8 @@ def test_the_example(load_example, tmp_path):
 
 def test_a_claim_trains(tmp_path, monkeypatch):
     small = lambda task, setting: replace(SMALL, warmup=1)  # noqa: E731
-    monkeypatch.setattr(run.long_range, "_settings", small)
-    monkeypatch.setitem(run.long_range.STEPS, "listops", 2)
+    monkeypatch.setattr(long_range, "_settings", small)
+    monkeypatch.setitem(long_range.STEPS, "listops", 2)
     arguments = ["claims", "--device", "cpu", "--train", "listops", "--checkpoints", str(tmp_path)]
     ran = CliRunner().invoke(_app(), arguments)
     assert ran.exit_code == 0 and "37.6% claimed" in ran.output, ran.output

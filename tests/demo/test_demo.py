@@ -156,7 +156,7 @@ def test_the_page_is_complete_and_asks_for_nothing(good):
     assert len(parsed.ids) == len(set(parsed.ids))
     assert "prefers-color-scheme: dark" in page and "currentColor" in page
     facts = good[1].facts
-    for fact in (facts.device, facts.date, facts.text.split(":")[0], f"torch {torch.__version__}"):
+    for fact in (facts["Device"], facts["Date"], facts["Text"].split(":")[0], f"torch {torch.__version__}"):
         assert fact.replace("'", "&#x27;") in page
     assert page.index("<ol>") < page.index("<svg")
 

@@ -91,7 +91,8 @@ def attention(
         attn_mask = attn_mask[:, None, None]  # padding, to diffusers
     if _parallel_config is not None and _parallel_config.context_parallel_config is not None:
         _check_parallel(_parallel_config, attn_mask, dropout_p, window_size)
-        return _parallel_attention(
+        module = importlib.import_module("diffusers.models.attention_dispatch")
+        return module._templated_context_parallel_attention(  # type: ignore[no-any-return]
             *autocast(query, key, value), attn_mask, dropout_p, is_causal, scale, enable_gqa, return_lse,
             forward_op=forward_op, backward_op=backward_op, _parallel_config=_parallel_config,
         )  # fmt: skip
@@ -171,12 +172,6 @@ def _block_options(scale: float | None) -> Options:
 def _mask_and_bias(attn_mask: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
     is_bool = attn_mask is not None and attn_mask.dtype == torch.bool
     return (attn_mask, None) if is_bool else (None, attn_mask)
-
-
-def _parallel_attention(*arguments: Any, **options: Any) -> Tensor | tuple[Tensor, Tensor]:
-    """diffusers' exchange of shards around the two functions above."""
-    module = importlib.import_module("diffusers.models.attention_dispatch")
-    return module._templated_context_parallel_attention(*arguments, **options)  # type: ignore[no-any-return]
 
 
 def _check_parallel(config: Any, attn_mask: Any, dropout_p: float, window_size: tuple[int, int]) -> None:

@@ -83,10 +83,6 @@ def _resolved(call: KVCacheCall) -> KVCacheCall:
     return replace(call, **lazy) if lazy else call
 
 
-def _are_caches_lazy(call: KVCacheCall) -> bool:
-    return any(isinstance(t, Tensor) and is_lazy(t) for t in (call.k_cache, call.v_cache))
-
-
 def _eight_bit(call: KVCacheCall, inputs: Inputs) -> Inputs:
     """8-bit caches as the pages that they are stored in, of scale 1: all factors go to q and out."""
     table, key = inputs.page_table, inputs.key
@@ -164,7 +160,7 @@ def _is_fusible(call: KVCacheCall, at: Places) -> bool:
         queries.cu_seqlens is None and new.cu_seqlens is None and call.q.dtype not in (torch.float64, FP8)
     )
     rows_dense = all(t.stride(-1) == 1 for t in tensors)
-    whole = call.k_cache.is_contiguous() and call.v_cache.is_contiguous() and not _are_caches_lazy(call)
+    whole = all(cache.is_contiguous() and not is_lazy(cache) for cache in (call.k_cache, call.v_cache))
     return is_even and rows_dense and whole
 
 

@@ -138,8 +138,8 @@ def attention_forward(
     starts, longest = None, (max_length_q, max_length_k)
     if cu_seq_lens_q is not None and cu_seq_lens_k is not None:
         starts = cu_seq_lens_q, cu_seq_lens_k
-    pattern = _pattern(attention_mask, query.shape[1], seqlen_k)
-    if pattern is not None:
+    pattern: Pattern | None = getattr(attention_mask, "pattern", None)
+    if pattern is not None and (pattern.seqlen_q, pattern.seqlen_k) == (query.shape[1], seqlen_k):
         options["window"], used_k = pattern.window, pattern.used_k
         attention_mask = pattern.key_mask
         if starts is None and pattern.sequence_ids is not None:
@@ -173,13 +173,6 @@ def _attend_packed(
     bounds = [None if n is None else int(n) for n in longest]
     out = attention_varlen(q, k, v, *starts, *bounds, **options)
     return out.view(*query.shape[:2], *out.shape[1:])  # type: ignore[union-attr]
-
-
-def _pattern(attention_mask: Tensor | None, seqlen_q: int, seqlen_k: int) -> Pattern | None:
-    """The mask's pattern, if it has one that describes these scores."""
-    if not isinstance(attention_mask, PatternMask) or attention_mask.shape[2:] != (seqlen_q, seqlen_k):
-        return None
-    return attention_mask.pattern
 
 
 def _module_options(module: nn.Module, is_causal: bool | None, sliding_window: int | None) -> dict[str, Any]:

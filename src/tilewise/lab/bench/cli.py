@@ -2,92 +2,74 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from tilewise.lab.bench.errors import BenchError
 from tilewise.lab.bench.suites import SUITES
 
-app = typer.Typer(help="Measure attention side by side with its peers.", rich_markup_mode=None)
 
-SuiteOption = Annotated[str | None, typer.Option("--suite", help=f"One of: {', '.join(SUITES)}.")]
-FilterOption = Annotated[
-    str | None, typer.Option("--filter", help="Run cases whose name this regular expression finds.")
-]
-PeersOption = Annotated[
-    str | None,
-    typer.Option(
-        "--peers", help="Comma-separated names, or all; tilewise:NAME picks a backend. Default: the suite's."
-    ),
-]
-JsonOption = Annotated[Path | None, typer.Option("--json", help="Write every sample to this file.")]
-QuickOption = Annotated[bool, typer.Option("--quick", help="Fewer cases and samples, as many rounds.")]
-RoundsOption = Annotated[
-    int, typer.Option("--rounds", help="Rounds in which the peers take turns; at least 5.")
-]
-SeedOption = Annotated[int | None, typer.Option("--seed", help="Seed of the inputs; default: drawn anew.")]
-BudgetOption = Annotated[
-    float | None, typer.Option("--budget", help="Start no case after this many seconds.")
-]
-SetupLimitOption = Annotated[
-    float,
-    typer.Option(
-        "--setup-limit", help="Skip a peer in a case that it compiles and warms up for longer.", min=0.0
-    ),
-]
-GraphOption = Annotated[
-    bool, typer.Option("--graph", help="Time decoding in CUDA graphs, where no host is in the way.")
-]
-ThreadTimeOption = Annotated[
-    bool,
-    typer.Option("--thread-time", help="On a CPU that others use too: time what one thread computes."),
-]
-FilesArgument = Annotated[list[Path], typer.Argument(help="Result files.", metavar="FILE...")]
+class Group(TyperGroup):
+    """Options without a command are those of `run`; nothing at all asks for help."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if not args:
+            args = ["--help"]
+        elif args[0].startswith("-") and args[0] not in ctx.help_option_names:
+            args = ["run", *args]
+        return super().parse_args(ctx, args)
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        self.commands["run"].format_options(ctx, formatter)
+        self.format_commands(ctx, formatter)
 
 
-@app.callback(invoke_without_command=True)
-def bench(
-    context: typer.Context,
-    suite: SuiteOption = None,
-    filter: FilterOption = None,
-    peers: PeersOption = None,
-    json: JsonOption = None,
-    quick: QuickOption = False,
-    rounds: RoundsOption = 5,
-    seed: SeedOption = None,
-    budget: BudgetOption = None,
-    setup_limit: SetupLimitOption = 60.0,
-    graph: GraphOption = False,
-    thread_time: ThreadTimeOption = False,
-) -> None:
-    """Measure attention side by side with its peers; `bench --suite NAME` is short for `bench run`."""
-    if context.invoked_subcommand is not None:
-        return
-    sources = (context.get_parameter_source(name) for name in context.params)
-    if all(source is not None and source.name == "DEFAULT" for source in sources):
-        typer.echo(context.get_help())
-        raise typer.Exit(0)
-    run(suite, filter, peers, json, quick, rounds, seed, budget, setup_limit, graph, thread_time)
+app = typer.Typer(cls=Group, rich_markup_mode=None)
+
+
+@app.callback()
+def bench() -> None:
+    """Measure attention side by side with its peers.
+
+    `bench --suite NAME` is short for `bench run --suite NAME`.
+    """
 
 
 @app.command()
 def run(
-    suite: SuiteOption = None,
-    filter: FilterOption = None,
-    peers: PeersOption = None,
-    json: JsonOption = None,
-    quick: QuickOption = False,
-    rounds: RoundsOption = 5,
-    seed: SeedOption = None,
-    budget: BudgetOption = None,
-    setup_limit: SetupLimitOption = 60.0,
-    graph: GraphOption = False,
-    thread_time: ThreadTimeOption = False,
+    suite: Annotated[str | None, typer.Option(help=f"One of: {', '.join(SUITES)}.")] = None,
+    filter: Annotated[
+        str | None, typer.Option(help="Run cases whose name this regular expression finds.")
+    ] = None,
+    peers: Annotated[
+        str | None,
+        typer.Option(
+            help="Comma-separated names, or all; tilewise:NAME picks a backend. Default: the suite's."
+        ),
+    ] = None,
+    json: Annotated[Path | None, typer.Option(help="Write every sample to this file.")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Fewer cases and samples, as many rounds.")] = False,
+    rounds: Annotated[int, typer.Option(help="Rounds in which the peers take turns; at least 5.")] = 5,
+    seed: Annotated[int | None, typer.Option(help="Seed of the inputs; default: drawn anew.")] = None,
+    budget: Annotated[float | None, typer.Option(help="Start no case after this many seconds.")] = None,
+    setup_limit: Annotated[
+        float,
+        typer.Option(help="Skip a peer in a case that it compiles and warms up for longer.", min=0.0),
+    ] = 60.0,
+    graph: Annotated[
+        bool, typer.Option("--graph", help="Time decoding in CUDA graphs, where no host is in the way.")
+    ] = False,
+    thread_time: Annotated[
+        bool,
+        typer.Option("--thread-time", help="On a CPU that others use too: time what one thread computes."),
+    ] = False,
 ) -> None:
     """Check every peer against float64, then time them in turn. Exit status 1 if tilewise is wrong."""
     from tilewise.lab.bench.report import tables
@@ -126,26 +108,22 @@ def _run_distributed(settings: Any) -> tuple[Any, bool]:
 
     device, cases = find_cases(settings)
     group = join(device)
-    if group.rank == 0:
-        with _progress(len(cases)) as step:
-            found = run_cases(settings, cases, group, step)
-    else:
-        found = run_cases(settings, cases, group)
+    with _progress(len(cases)) if group.rank == 0 else nullcontext() as step:
+        found = run_cases(settings, cases, group, step)
     leave()
     return found, group.rank == 0
 
 
 @app.command()
 def report(
-    files: FilesArgument,
+    files: Annotated[list[Path], typer.Argument(help="Result files.", metavar="FILE...")],
     reference: Annotated[
-        Path | None, typer.Option("--reference", help="A file of ratios recorded elsewhere, as a column.")
+        Path | None, typer.Option(help="A file of ratios recorded elsewhere, as a column.")
     ] = None,
-    plots: Annotated[
-        Path | None, typer.Option("--plots", help="Draw PNG bar charts into this folder.")
-    ] = None,
+    plots: Annotated[Path | None, typer.Option(help="Draw PNG bar charts into this folder.")] = None,
 ) -> None:
     """Print Markdown tables of result files; draw plots."""
+    from tilewise.lab.bench.plot import plots as draw
     from tilewise.lab.bench.report import tables
     from tilewise.lab.bench.results import load
 
@@ -155,7 +133,8 @@ def report(
         for found in loaded:
             typer.echo(tables(found, recorded))
         if plots is not None:
-            _draw(loaded, plots)
+            for path in itertools.chain.from_iterable(draw(found, plots) for found in loaded):
+                typer.echo(f"drew {path}")
 
 
 @app.command()
@@ -172,14 +151,6 @@ def compare(
         typer.echo(summarize(before, after, changes))
     if any(change.is_regression for change in changes):
         raise typer.Exit(1)
-
-
-def _draw(loaded: list[Any], folder: Path) -> None:
-    from tilewise.lab.bench.plot import plots
-
-    for found in loaded:
-        for path in plots(found, folder):
-            typer.echo(f"drew {path}")
 
 
 @contextmanager

@@ -76,12 +76,10 @@ def check(case: Case, data: Data, results: dict[str, Tensor], out_limit: float |
         for name, found, exact in _compare(case, sequence, source):
             limit = out_limit or LIMITS[case.dtype]
             limit *= 1 if name == "out" else GRADIENT_FACTOR
-            verdict = _judge(name, found, exact, limit, len(sequence.key))
-            if verdict.fault is not None:
-                return verdict
-            if verdict.error / verdict.limit > worst.error / worst.limit:
-                worst = verdict
-    if not worst.fault and any(name in STATISTICS for name in results):
+            worst = _worse(worst, _judge(name, found, exact, limit, len(sequence.key)))
+            if worst.fault is not None:
+                return worst
+    if any(name in STATISTICS for name in results):
         return _worse(worst, _check_statistics(case, data, results, source.randrange(case.num_heads)))
     return worst
 

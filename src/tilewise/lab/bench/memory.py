@@ -24,6 +24,7 @@ from tilewise.lab.bench.cases import Case
 from tilewise.lab.bench.errors import Refusal
 from tilewise.lab.bench.peer import Data
 from tilewise.lab.bench.peers import find_peers
+from tilewise.lab.demo.memory import peak_extra
 
 ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1"}
 WARM_UP_LENGTH = 512
@@ -66,21 +67,13 @@ def _measure_cuda(case: Case, peer_name: str, data: Data) -> int:
     (peer,) = find_peers([peer_name])
     prepared = peer.prepare(case, data, peer.layouts(case)[0])
     with prepared.context():
-        _call_once(prepared.call)  # compilation and workspaces that stay
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        kept = _call_once(prepared.call)
-        torch.cuda.synchronize()
-    return max(0, torch.cuda.max_memory_allocated() - before - kept)
+        prepared.call()  # compilation and workspaces that stay
+        return peak_extra(lambda: _tensors(prepared.call()), torch.device("cuda"))[1]
 
 
-def _call_once(call: Any) -> int:
-    """Call; the bytes of what it returned."""
-    out = call()
-    if isinstance(out, torch.Tensor):
-        return out.nbytes
-    return out[0].nbytes + sum(t.nbytes for t in out[1])
+def _tensors(results: Any) -> tuple[torch.Tensor, ...]:
+    """What a call returned: out, or out and gradients."""
+    return (results,) if isinstance(results, torch.Tensor) else (results[0], *results[1])
 
 
 def _measure_here(case: Case, peer_name: str, seed: int) -> int:
@@ -96,7 +89,7 @@ def _measure_here(case: Case, peer_name: str, seed: int) -> int:
     prepared = peer.prepare(case, data, layout)
     with prepared.context():
         before = _reset_peak()
-        kept = _call_once(prepared.call)
+        kept = sum(t.nbytes for t in _tensors(prepared.call()))
         return max(0, _status("VmHWM") - before - kept)
 
 

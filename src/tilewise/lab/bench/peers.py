@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -58,17 +58,12 @@ def find_peers(names: Sequence[str]) -> list[Peer]:
     Raises:
         BenchError: a name is unknown.
     """
-    known, found = all_peers(), {}
-    if "tilewise-option" in names:
-        known["tilewise-option"] = TilewiseOption()
-    if not set(names).isdisjoint(eight_bit_peers()):
-        known |= eight_bit_peers()
-    if "tilewise-plain" in names:
-        known["tilewise-plain"] = TilewisePlain()
+    usual, found = all_peers(), {}
+    known = usual | eight_bit_peers() | _compared()
     for name in names:
         backend = name.removeprefix("tilewise:")
         if name == "all":
-            found.update(known)
+            found.update(usual)
         elif name in known:
             found[name] = known[name]
         elif name != backend and backend in BACKENDS:
@@ -170,30 +165,32 @@ class Tilewise(Peer):
         return prepare_call(case, (data.query, pages.key, pages.value), None, attend, as_is)
 
 
-class TilewiseOption(Tilewise):
-    """This library with the option, where it has one, that says what a case's functions say."""
+class Changed(Tilewise):
+    """This library on cases with a field changed, to compare with; other cases are refused."""
 
-    def __init__(self) -> None:
+    def __init__(self, name: str, serves: Callable[[Case], bool], refusal: str, **field: Any) -> None:
         super().__init__()
-        self.name = "tilewise-option"
+        self.name, self.serves, self.refusal, self.field = name, serves, refusal, field
 
     def prepare(self, case: Case, data: Data, layout: str) -> Prepared:
-        if case.mask or case.option in FUNCTIONS_ALONE or not case.has_functions:
-            raise Refusal("is for functions that an option says too")
-        return super().prepare(dataclasses.replace(case, has_functions=False), data, layout)
+        if not self.serves(case):
+            raise Refusal(self.refusal)
+        return super().prepare(dataclasses.replace(case, **self.field), data, layout)
 
 
-class TilewisePlain(Tilewise):
-    """This library's forward alone: what statistics cost is in proportion to it."""
+def _compared() -> dict[str, Peer]:
+    """By name: with the option that says what functions say, and the forward that statistics are beside."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.name = "tilewise-plain"
+    def has_option(case: Case) -> bool:
+        return case.has_functions and not case.mask and case.option not in FUNCTIONS_ALONE
 
-    def prepare(self, case: Case, data: Data, layout: str) -> Prepared:
-        if not case.statistics:
-            raise Refusal("is for cases with statistics")
-        return super().prepare(dataclasses.replace(case, statistics=""), data, layout)
+    said_too, of_statistics = "is for functions that an option says too", "is for cases with statistics"
+    return {
+        "tilewise-option": Changed("tilewise-option", has_option, said_too, has_functions=False),
+        "tilewise-plain": Changed(
+            "tilewise-plain", lambda case: bool(case.statistics), of_statistics, statistics=""
+        ),
+    }
 
 
 class EightBit(Peer):
@@ -212,22 +209,22 @@ class EightBit(Peer):
         if case.dtype not in ("bfloat16", "float16"):
             raise Refusal("8-bit products are of float16 and bfloat16 tensors")
         options: dict[str, Any] = {"window": case.window, "causal": case.causal and case.window is None}
-        attend_tensors, offsets, lengths = tilewise.attention, (), ()
+        function: Callable[..., Any] = tilewise.attention
+        offsets: tuple[Tensor, ...] = ()
+        lengths: tuple[int, ...] = ()
         if case.kind == "varlen":
-            attend_tensors = tilewise.attention_varlen  # type: ignore[assignment]
-            offsets, lengths = (data.offsets, data.offsets), (max(case.lengths),) * 2  # type: ignore[assignment]
+            function = tilewise.attention_varlen
+            offsets, lengths = (data.offsets, data.offsets), (max(case.lengths),) * 2
+        given: Any = None
         if self.is_quantized:
             from tilewise.fp8 import quantize
 
             given = quantize(data.query, data.key, data.value, *offsets, precision=self.precision)
-
-            def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-                return attend_tensors(*given, *offsets, *lengths, **options)  # type: ignore[no-any-return]
         else:
             options["precision"] = self.precision
 
-            def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-                return attend_tensors(q, k, v, *offsets, *lengths, **options)  # type: ignore[no-any-return]
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return _out(function(*(given or (q, k, v)), *offsets, *lengths, **options))
 
         return prepare_call(case, (data.query, data.key, data.value), None, attend, as_is)
 

@@ -9,7 +9,7 @@ from typing import Any
 from tilewise.lab.bench import results
 from tilewise.lab.bench.cases import SHORT_DIRECTIONS, SHORT_DTYPES, Case
 from tilewise.lab.bench.errors import BenchError
-from tilewise.lab.bench.report import Record, peer_names, scale_and_unit, speed, work
+from tilewise.lab.bench.report import Record, peer_names, scale_and_unit, speed
 from tilewise.lab.bench.results import Results, is_measured
 
 COLOURS = {
@@ -30,9 +30,6 @@ OTHER_COLOURS = ("#f08a9b", "#7d1f2d", "#f4b6c0", "#555555")
 
 def plots(found: Results, folder: Path) -> list[Path]:
     """Draw every figure of a result file into `folder`; the files written."""
-    import matplotlib
-
-    matplotlib.use("Agg")
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -86,13 +83,11 @@ def _tick(case: Case) -> str:
 def overview(shown: Sequence[Results], path: Path, head_dim: int = 128) -> None:
     """One panel a result file: dense causal cases of a head_dim, by direction, dtype and length."""
     import matplotlib
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
     matplotlib.rcParams["svg.hashsalt"] = "tilewise"  # the same file from the same results
-    import matplotlib.pyplot as plt
-
-    figure, panels = plt.subplots(len(shown), figsize=(11, 3.6 * len(shown)), squeeze=False)
-    for axes, found in zip(panels[:, 0], shown):
+    figure = Figure(figsize=(11, 3.6 * len(shown)))
+    for axes, found in zip(figure.subplots(len(shown), squeeze=False)[:, 0], shown):
         cases = [(r, results.case_of(r)) for r in found["cases"] if r["case"]["kind"] == "dense"]
         chosen = [
             (r, c) for r, c in cases if c.mask_label == "causal" and c.head_dim == c.head_dim_v == head_dim
@@ -109,14 +104,11 @@ def overview(shown: Sequence[Results], path: Path, head_dim: int = 128) -> None:
         axes.set_xticks(range(len(chosen)), ticks, fontsize=7)
         axes.set_ylabel(unit)
         axes.set_title(f"{found['device']['name']}: head_dim {head_dim}, causal", fontsize=10)
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.grid(axis="y", alpha=0.3)
-        axes.set_axisbelow(True)
+        _bare(axes)
         axes.margins(y=0.2)
         axes.legend(frameon=False, fontsize=8, ncols=len(names), loc="upper left")
     figure.tight_layout()
     figure.savefig(path, metadata={"Date": None})
-    plt.close(figure)
 
 
 def colours(names: Sequence[str]) -> dict[str, str]:
@@ -126,41 +118,35 @@ def colours(names: Sequence[str]) -> dict[str, str]:
 
 
 def _bars(found: Results, records: list[Record], path: Path) -> None:
-    import matplotlib.pyplot as plt
-
     measured = [n for n in peer_names(found) if any(is_measured(r["peers"].get(n)) for r in records)]
-    kind = work(records[0])[0]
+    scale, unit = scale_and_unit(records)
     values = {
-        name: [speed(r, e) if is_measured(e := r["peers"].get(name)) else 0.0 for r in records]
+        name: [speed(r, e) / scale if is_measured(e := r["peers"].get(name)) else 0.0 for r in records]
         for name in measured
     }
     top = max((v for row in values.values() for v in row), default=1.0)
-    scale, unit = (1e9, "GB/s") if kind == "bytes" else (1e12, "TFLOP/s") if top >= 2e12 else (1e9, "GFLOP/s")
     bars = max(1, len(measured) * len(records))
     width, figure_width = 0.84 / max(1, len(measured)), min(24.0, max(7.0, 0.42 * bars + 2))
     size = min(8.0, max(4.5, 44 * figure_width * 0.8 / bars / 2.2))
-    figure, axes = plt.subplots(figsize=(figure_width, 5))
+    figure, axes = _figure(figure_width)
     for index, (name, colour) in enumerate(colours(measured).items()):
         offsets = [x + (index - (len(measured) - 1) / 2) * width for x in range(len(records))]
-        heights = [v / scale for v in values[name]]
-        axes.bar(offsets, heights, width * 0.94, label=name, color=colour)
-        for x, height in zip(offsets, heights):
+        axes.bar(offsets, values[name], width * 0.94, label=name, color=colour)
+        for x, height in zip(offsets, values[name]):
             if height:
                 label = f"{height:.{0 if height >= 10 else 1 if height >= 1 else 2}f}"
-                axes.text(x, height + top / scale * 0.008, label, ha="center", fontsize=size)
+                axes.text(x, height + top * 0.008, label, ha="center", fontsize=size)
     axes.set_xticks(range(len(records)), [_tick(results.case_of(r)) for r in records])
     is_plain = records[0]["case"]["kind"] == "dense"
-    axes.set_xlabel("Sequence length" if is_plain else "" if kind == "flops" else "batch × keys, queries")
+    axes.set_xlabel("Sequence length" if is_plain else "batch × keys, queries" if unit == "GB/s" else "")
     axes.set_ylabel(f"Speed ({unit})")
-    axes.set_ylim(0, top / scale * 1.12)
+    axes.set_ylim(0, top * 1.12)
     axes.set_title(_title(found, results.case_of(records[0])))
     _finish(figure, axes, path, max(1, len(measured)))
 
 
 def _memory_lines(found: Results, records: list[Record], path: Path) -> None:
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(7, 5))
+    figure, axes = _figure(7)
     names = peer_names(found)
     for name, colour in colours(names).items():
         points = [
@@ -181,14 +167,22 @@ def _memory_lines(found: Results, records: list[Record], path: Path) -> None:
     _finish(figure, axes, path, 5)
 
 
-def _finish(figure: Any, axes: Any, path: Path, columns: int) -> None:
-    import matplotlib.pyplot as plt
+def _figure(width: float) -> tuple[Any, Any]:
+    from matplotlib.figure import Figure
 
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(axis="y", alpha=0.3)
-    axes.set_axisbelow(True)
+    figure = Figure(figsize=(width, 5))
+    return figure, figure.subplots()
+
+
+def _finish(figure: Any, axes: Any, path: Path, columns: int) -> None:
+    _bare(axes)
     if axes.get_legend_handles_labels()[0]:
         figure.legend(loc="lower center", ncols=min(columns, 6), frameon=False)
     figure.tight_layout(rect=(0, 0.1, 1, 1))
     figure.savefig(path, dpi=130)
-    plt.close(figure)
+
+
+def _bare(axes: Any) -> None:
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(axis="y", alpha=0.3)
+    axes.set_axisbelow(True)

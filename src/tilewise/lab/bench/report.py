@@ -212,7 +212,9 @@ def _peers_of(found: Results, records: list[Record]) -> list[str]:
 
 def _table_cell(record: Record, name: str, scale: float, notes: list[str]) -> str:
     entry = record["peers"].get(name)
-    if entry is not None and is_measured(entry):
+    if is_measured(entry) and record["case"]["kind"] == "memory":
+        return f"{results.median(entry) / 2**20:.1f}"
+    if is_measured(entry):
         return f"{number(speed(record, entry) / scale)} {_half_range(entry)}"
     if entry is not None and entry["status"] == "recorded":
         return cell(record, entry)
@@ -239,16 +241,7 @@ def _mean_row(records: list[Record], names: list[str], ours: str | None) -> list
 
 
 def memory_table(records: list[Record], names: list[str], notes: list[str]) -> list[str]:
-    rows = []
-    for record in records:
-        row = [record["name"]]
-        for name in names:
-            entry = record["peers"].get(name)
-            if entry is not None and is_measured(entry):
-                row.append(f"{results.median(entry) / 2**20:.1f}")
-            else:
-                row.append(_table_cell(record, name, 1.0, notes))
-        rows.append(row)
+    rows = [[r["name"], *(_table_cell(r, name, 1.0, notes) for name in names)] for r in records]
     return markdown(["case (MiB)", *names], rows)
 
 

@@ -124,44 +124,58 @@ def run(plan: Plan, report: Report | None = None) -> results.Results:
 
 
 def _run(plan: Plan, report: Report | None) -> results.Results:
-    settings, started = plan.settings, time.monotonic()
+    settings = seeded(plan.settings)
     clock = GraphStopwatch() if settings.graph else stopwatch(plan.device)
     clock = ThreadStopwatch() if settings.thread_time else clock
     ceilings = [] if settings.suite == "memory" else clock.ceilings()
     for ceiling in ceilings:
         clock.warm_up(ceiling.call)
-    seed = random.SystemRandom().randrange(2**31) if settings.seed is None else settings.seed
-    found: results.Results = {
-        "schema_version": results.SCHEMA_VERSION,
-        "kind": results.KIND,
-        "suite": settings.suite,
-        "quick": settings.quick,
-        "graph": settings.graph,
-        "thread_time": settings.thread_time,
-        "rounds": settings.rounds,
-        "seed": seed,
-        "complete": False,
-        **results.environment(plan.device),
-        "method": memory.method(plan.device) if settings.suite == "memory" else clock.method,
-        "ceilings": {c.name: {"what": c.what, c.unit: c.amount, "samples": []} for c in ceilings},
-        "unavailable": plan.unavailable,
-        "cases": [],
-        "not_run": [],
-    }
-    for number, case in enumerate(plan.cases):
-        if settings.budget is not None and time.monotonic() - started > settings.budget:
+    reached: dict[str, Any] = {c.name: {"what": c.what, c.unit: c.amount, "samples": []} for c in ceilings}
+
+    def measure(case: Case) -> dict[str, Any]:
+        for ceiling in ceilings:  # once a case: clocks drift, and other programs come and go
+            samples = reached[ceiling.name]["samples"]
+            samples += clock.sample(ceiling.call, 1 if samples else 3)
+        return run_case(case, plan.peers, plan.device, clock, settings, settings.seed or 0, plan.limits)
+
+    method = memory.method(plan.device) if settings.suite == "memory" else clock.method
+    said = {"method": method, "ceilings": reached, "unavailable": plan.unavailable}
+    return run_cases(settings, plan.cases, results.environment(plan.device) | said, measure, report)
+
+
+def seeded(settings: Settings) -> Settings:
+    if settings.seed is not None:
+        return settings
+    return dataclasses.replace(settings, seed=random.SystemRandom().randrange(2**31))
+
+
+def run_cases(
+    settings: Settings,
+    cases: Sequence[Case],
+    said: dict[str, Any],
+    measure: Callable[[Case], dict[str, Any]],
+    report: Report | None,
+    is_late: Callable[[bool], bool] = bool,
+) -> results.Results:
+    """Measure cases until the time is up; after each, write the file (if any) and call `report`.
+
+    `said` goes into the file: what was measured where and how. `is_late` may ask other processes too.
+    """
+    names = ("suite", "quick", "graph", "thread_time", "rounds", "seed")
+    found: results.Results = {"schema_version": results.SCHEMA_VERSION, "kind": results.KIND}
+    found |= {name: getattr(settings, name) for name in names} | {"complete": False}
+    found |= said | {"cases": [], "not_run": []}
+    started = time.monotonic()
+    for number, case in enumerate(cases, 1):
+        if is_late(settings.budget is not None and time.monotonic() - started > settings.budget):
             found["not_run"].append(case.name)
             continue
-        for ceiling in ceilings:  # once a case: clocks drift, and other programs come and go
-            found["ceilings"][ceiling.name]["samples"] += clock.sample(ceiling.call, 1 if number else 3)
-        record = run_case(case, plan.peers, plan.device, clock, settings, seed, plan.limits)
-        found["cases"].append(record)
+        found["cases"].append(measure(case))
         if settings.json is not None:
             results.save(found, settings.json)
         if report is not None:
-            report(number + 1, record)
-    found["complete"] = not found["not_run"]
-    found["seconds"] = round(time.monotonic() - started, 1)
+            report(number, found["cases"][-1])
+    found |= {"complete": not found["not_run"], "seconds": round(time.monotonic() - started, 1)}
     if settings.json is not None:
         results.save(found, settings.json)
     return found
@@ -279,19 +293,21 @@ def _measure_rounds(
     clock: Stopwatch,
     rounds: int,
 ) -> None:
-    """Peers take turns, another one first each round and every other round backwards."""
     with no_garbage_collection():
         for number in range(rounds):
-            names = list(ready)
-            shift = number % max(1, len(names))
-            order = names[shift:] + names[:shift]
-            for name in order if number % 2 == 0 else reversed(order):
+            for name in in_turn(list(ready), number):
                 found = attempt(partial(_sample, *ready[name], clock))
                 if found["status"] == "ok":
                     entries[name]["samples"] += found["samples"]
                 else:
                     entries[name] = found
                     del ready[name]
+
+
+def in_turn(names: list[str], number: int) -> list[str]:
+    """Peers take turns, another one first each round and every other round backwards."""
+    shift = number % max(1, len(names))
+    return (names[shift:] + names[:shift])[:: -1 if number % 2 else 1]
 
 
 def _sample(prepared: Prepared, count: int, inner: int, clock: Stopwatch) -> results.Entry:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import random
 from collections.abc import Callable, Iterator, Mapping
+from itertools import product
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -16,6 +17,8 @@ from tilewise.lab.bench.inputs.options import BIAS_GRADIENT, FUNCTION_OPTIONS, L
 from tilewise.lab.bench.inputs.statistics import STATISTICS
 
 TOKENS = 16384  # a batch of the headline suite
+HEADS = ((64, 32), (128, 16))  # head_dim, heads
+DIRECTIONS, DTYPES = ("forward", "backward"), ("float32", "bfloat16", "float16")
 
 
 class Suite(NamedTuple):
@@ -35,76 +38,53 @@ def _headline(quick: bool, device: str) -> Iterator[Case]:
     shapes = [(64, 64, 32, n) for n in lengths] + [(128, 128, 16, n) for n in lengths]
     shapes += [(256, 256, 8, n) for n in ((4096,) if quick else (4096, 16384))]
     shapes += [(192, 128, 16, n) for n in ((4096,) if quick else (4096, 16384))]  # MLA, not absorbed
-    for head_dim, head_dim_v, heads, n in shapes:
-        for direction in ("forward", "backward"):
-            for causal in (False, True):
-                yield dense(
-                    direction,
-                    "bfloat16",
-                    head_dim,
-                    heads,
-                    TOKENS // n,
-                    n,
-                    causal=causal,
-                    head_dim_v=head_dim_v,
-                )
+    for (d, dv, heads, n), direction, causal in product(shapes, DIRECTIONS, (False, True)):
+        yield dense(direction, "bfloat16", d, heads, TOKENS // n, n, causal=causal, head_dim_v=dv)
 
 
 def _gqa(quick: bool, device: str) -> Iterator[Case]:
-    for n in (4096,) if quick else (1024, 4096, 16384):
-        for direction in ("forward", "backward"):
-            for causal in (False, True):
-                yield dense(direction, "bfloat16", 128, 64, TOKENS // n, n, causal=causal, num_kv_heads=8)
+    for n, direction, causal in product((4096,) if quick else (1024, 4096, 16384), DIRECTIONS, (False, True)):
+        yield dense(direction, "bfloat16", 128, 64, TOKENS // n, n, causal=causal, num_kv_heads=8)
 
 
 def _window(quick: bool, device: str) -> Iterator[Case]:
-    for n in (8192,) if quick else (8192, 65536):
-        for head_dim, heads in ((64, 32), (128, 16)):
-            for direction in ("forward", "backward"):
-                for left in (128, 1024):
-                    batch = max(1, TOKENS // n)
-                    yield dense(direction, "bfloat16", head_dim, heads, batch, n, window=(left, 0))
+    lengths = (8192,) if quick else (8192, 65536)
+    for n, (head_dim, heads), direction, left in product(lengths, HEADS, DIRECTIONS, (128, 1024)):
+        yield dense(direction, "bfloat16", head_dim, heads, max(1, TOKENS // n), n, window=(left, 0))
 
 
 def _varlen(quick: bool, device: str) -> Iterator[Case]:
     lengths = document_lengths(16384 if quick else 65536, seed=0)
-    for head_dim, heads in ((64, 32), (128, 16)):
-        for direction in ("forward", "backward"):
-            for causal in (False, True):
-                yield packed(direction, "bfloat16", head_dim, heads, lengths, causal)
+    for (head_dim, heads), direction, causal in product(HEADS, DIRECTIONS, (False, True)):
+        yield packed(direction, "bfloat16", head_dim, heads, lengths, causal)
 
 
 def _data(quick: bool, device: str) -> Iterator[Case]:
     """The same shapes with numbers of every kind."""
-    for head_dim, heads in ((128, 16),) if quick else ((64, 32), (128, 16), (256, 8)):
-        for n in (4096,) if quick else (4096, 16384):
-            for dtype in ("bfloat16", "float16"):
-                for causal in (False, True):
-                    case = dense("forward", dtype, head_dim, heads, TOKENS // n, n, causal=causal)
-                    for data in DATA:
-                        yield dataclasses.replace(case, data=data)
+    shapes = product(((128, 16),) if quick else (*HEADS, (256, 8)), (4096,) if quick else (4096, 16384))
+    for ((head_dim, heads), n), dtype, causal in product(shapes, ("bfloat16", "float16"), (False, True)):
+        case = dense("forward", dtype, head_dim, heads, TOKENS // n, n, causal=causal)
+        yield from (dataclasses.replace(case, data=data) for data in DATA)
+
+
+def _shapes(quick: bool, causal: bool) -> Iterator[Case]:
+    """What a mask or an option is added to."""
+    for n, (head_dim, heads), direction in product((4096,) if quick else (4096, 16384), HEADS, DIRECTIONS):
+        yield dense(direction, "bfloat16", head_dim, heads, TOKENS // n, n, causal=causal)
 
 
 def _masks(quick: bool, device: str) -> Iterator[Case]:
     """Boolean masks that are made beforehand, and block masks of them for FlexAttention."""
-    for n in (4096,) if quick else (4096, 16384):
-        for head_dim, heads in ((64, 32), (128, 16)):
-            for direction in ("forward", "backward"):
-                case = dense(direction, "bfloat16", head_dim, heads, TOKENS // n, n)
-                for mask in BOOLEAN_MASKS:
-                    yield dataclasses.replace(case, mask=mask)
+    for case in _shapes(quick, causal=False):
+        yield from (dataclasses.replace(case, mask=mask) for mask in BOOLEAN_MASKS)
 
 
 def _options(quick: bool, device: str) -> Iterator[Case]:
     """What is added to causal scores, or taken from their weights; to all scores, a bias with a gradient."""
-    for n in (4096,) if quick else (4096, 16384):
-        for head_dim, heads in ((64, 32), (128, 16)):
-            for direction in ("forward", "backward"):
-                case = dense(direction, "bfloat16", head_dim, heads, TOKENS // n, n, causal=True)
-                for option in OPTIONS:
-                    yield dataclasses.replace(case, option=option)
-                if direction == "backward":
-                    yield dataclasses.replace(case, causal=False, option=BIAS_GRADIENT)
+    for case in _shapes(quick, causal=True):
+        yield from (dataclasses.replace(case, option=option) for option in OPTIONS)
+        if case.direction == "backward":
+            yield dataclasses.replace(case, causal=False, option=BIAS_GRADIENT)
 
 
 def _functions(quick: bool, device: str) -> Iterator[Case]:
@@ -112,17 +92,16 @@ def _functions(quick: bool, device: str) -> Iterator[Case]:
     shapes = [(dtype, 64, 4, 1024 if quick else 4096) for dtype in ("float32", "bfloat16")]
     if device != "cpu":
         lengths = (4096,) if quick else (4096, 16384)
-        shapes = [("bfloat16", d, h, n) for d, h in ((64, 32), (128, 16)) for n in lengths]
-    for dtype, head_dim, heads, n in shapes:
-        for direction in ("forward", "backward"):
-            plain = dense(direction, dtype, head_dim, heads, 1 if device == "cpu" else TOKENS // n, n)
-            case = dataclasses.replace(plain, has_functions=True)
-            causal = dataclasses.replace(case, causal=True)
-            yield causal
-            yield dataclasses.replace(causal, window=(1024 if n > 1024 else 256, 0))
-            yield from (dataclasses.replace(case, mask=mask) for mask in FUNCTION_MASKS)
-            learned = (LEARNED,) if direction == "backward" else ()
-            yield from (dataclasses.replace(causal, option=o) for o in (*FUNCTION_OPTIONS, *learned))
+        shapes = [("bfloat16", d, h, n) for (d, h), n in product(HEADS, lengths)]
+    for (dtype, head_dim, heads, n), direction in product(shapes, DIRECTIONS):
+        plain = dense(direction, dtype, head_dim, heads, 1 if device == "cpu" else TOKENS // n, n)
+        case = dataclasses.replace(plain, has_functions=True)
+        causal = dataclasses.replace(case, causal=True)
+        yield causal
+        yield dataclasses.replace(causal, window=(1024 if n > 1024 else 256, 0))
+        yield from (dataclasses.replace(case, mask=mask) for mask in FUNCTION_MASKS)
+        learned = (LEARNED,) if direction == "backward" else ()
+        yield from (dataclasses.replace(causal, option=o) for o in (*FUNCTION_OPTIONS, *learned))
 
 
 def _decode(quick: bool, device: str) -> Iterator[Case]:
@@ -149,47 +128,40 @@ def _decode(quick: bool, device: str) -> Iterator[Case]:
 def _cpu(quick: bool, device: str) -> Iterator[Case]:
     """What two cores finish in about three minutes: heads shrink as sequences grow."""
     heads = {512: 8, 1024: 8, 4096: 2, 16384: 1}
-    for dtype in ("float32", "bfloat16", "float16"):
-        for n in (512, 1024) if quick else heads:
-            for head_dim in (64, 128):
-                for causal in (False, True):
-                    yield dense("forward", dtype, head_dim, heads[n], 1, n, causal=causal)
-    for dtype in ("float32", "bfloat16"):
-        for n in (512,) if quick else (512, 2048):
-            for head_dim in (64, 128):
-                for causal in (False, True):
-                    yield dense("backward", dtype, head_dim, 4, 1, n, causal=causal)
+    dims_and_masks = list(product((64, 128), (False, True)))
+    lengths = (512, 1024) if quick else tuple(heads)
+    for dtype, n, (head_dim, causal) in product(DTYPES, lengths, dims_and_masks):
+        yield dense("forward", dtype, head_dim, heads[n], 1, n, causal=causal)
+    lengths = (512,) if quick else (512, 2048)
+    for dtype, n, (head_dim, causal) in product(DTYPES[:2], lengths, dims_and_masks):
+        yield dense("backward", dtype, head_dim, 4, 1, n, causal=causal)
     for causal in (False, True):  # short: PyTorch's float16 gradients are slow on a CPU
         yield dense("backward", "float16", 64, 2, 1, 512, causal=causal)
     keys = 2048 if quick else 8192
-    for dtype in ("float32", "bfloat16", "float16"):
+    for dtype in DTYPES:
         yield decode(dtype, (32, 8), 1, keys)
     yield decode("float32", (32, 8), 1, keys, 4)
     yield decode("float32", (32, 8), 1, keys, page_size=64)
-    for n in (2048,) if quick else (8192,):
-        yield dense("forward", "float32", 64, 4, 1, n, window=(256, 0))
-        yield dense("forward", "bfloat16", 64, 4, 1, n, window=(256, 0))
-    lengths = document_lengths(2048 if quick else 8192, seed=0, longest=2048)
-    yield packed("forward", "float32", 64, 4, lengths, True)
-    yield packed("backward", "float32", 64, 2, lengths, True)
+    for dtype in DTYPES[:2]:
+        yield dense("forward", dtype, 64, 4, 1, keys, window=(256, 0))
+    documents = document_lengths(keys, seed=0, longest=2048)
+    yield packed("forward", "float32", 64, 4, documents, True)
+    yield packed("backward", "float32", 64, 2, documents, True)
 
 
 def _statistics(quick: bool, device: str) -> Iterator[Case]:
     """Causal forwards that also give statistics of their weights."""
     heads = 1 if device == "cpu" else 16
-    for dtype in ("float32", "bfloat16") if device == "cpu" else ("bfloat16",):
-        for n in (1024,) if quick else (4096, 16384):
-            for name in STATISTICS:
-                case = dense("forward", dtype, 128, heads, 1, n, causal=True)
-                yield dataclasses.replace(case, statistics=name)
+    dtypes = ("float32", "bfloat16") if device == "cpu" else ("bfloat16",)
+    for dtype, n, name in product(dtypes, (1024,) if quick else (4096, 16384), STATISTICS):
+        yield dataclasses.replace(dense("forward", dtype, 128, heads, 1, n, causal=True), statistics=name)
 
 
 def _memory(quick: bool, device: str) -> Iterator[Case]:
     dtype, heads, head_dim = ("float32", 4, 64) if device == "cpu" else ("bfloat16", 16, 128)
     lengths = [1024 << i for i in range(3 if quick else 5 if device == "cpu" else 7)]
-    for direction in ("forward", "forward+backward"):
-        for n in lengths:
-            yield dense(direction, dtype, head_dim, heads, 1, n, kind="memory")
+    for direction, n in product(("forward", "forward+backward"), lengths):
+        yield dense(direction, dtype, head_dim, heads, 1, n, kind="memory")
 
 
 def _distributed(quick: bool, device: str) -> Iterator[Case]:

@@ -125,12 +125,15 @@ class CudaStopwatch(Stopwatch):
         self.flush = torch.empty(max(512 << 20, 4 * cache), dtype=torch.int8, device="cuda")
 
     def sample(self, call: Call, count: int, inner: int = 1) -> list[float]:
-        pairs = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(count)]
         if count > 1:  # the host has been at something else: a first backward took up to 0.8 ms more
             self.flush.zero_()
             call()
+        return self.events(call, count, self.flush.zero_)
+
+    def events(self, call: Call, count: int, before: Call = lambda: None) -> list[float]:
+        pairs = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(count)]
         for start, end in pairs:
-            self.flush.zero_()
+            before()
             start.record()
             call()
             end.record()
@@ -168,13 +171,7 @@ class GraphStopwatch(CudaStopwatch):
     def sample(self, call: Call, count: int, inner: int = 1) -> list[float]:
         if inner == 1:
             return super().sample(call, count)
-        pairs = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(count)]
-        for start, end in pairs:
-            start.record()
-            call()
-            end.record()
-        torch.cuda.synchronize()
-        return [start.elapsed_time(end) * 1e-3 / inner for start, end in pairs]
+        return [seconds / inner for seconds in self.events(call, count)]
 
     def copies(self, case: Case) -> int:
         """How many inputs of a decoding case are four times the L2 cache."""

@@ -30,6 +30,7 @@ from tilewise.lab.bench.peer import (
     prepare_call,
     prepare_statistics,
 )
+from tilewise.lab.demo.memory import free_bytes
 
 
 class Standard(Peer):
@@ -265,15 +266,6 @@ def _refuse_too_large(case: Case, data: Data, copies: int) -> None:
         return
     at_once = 1 if case.kind == "varlen" else case.batch
     pairs = max(q * k for q, k in case.sequences) * case.num_heads * at_once
-    needed, free = pairs * copies * case.torch_dtype.itemsize, _free_bytes()
+    needed, free = pairs * copies * case.torch_dtype.itemsize, free_bytes(torch.device("cpu"))
     if needed > 0.8 * free:
         raise Refusal(f"would store {needed / 2**30:.0f} GiB of scores, {free / 2**30:.0f} GiB are free")
-
-
-def _free_bytes() -> float:
-    try:
-        with open("/proc/meminfo") as lines:
-            fields = dict(line.split(":", 1) for line in lines)
-        return int(fields["MemAvailable"].split()[0]) * 1024
-    except (OSError, KeyError):
-        return math.inf

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -55,18 +57,15 @@ def gqa_saving(setting: Setting) -> Measured:
     return Measured(sizes[0] / sizes[1], "two caches in memory: 64 and 8 key heads, 4,096 tokens")
 
 
-@claim(
-    "balance-a100", "An A100 needs 156 FLOPs for each byte to be busy.", TUTORIAL, 156, "FLOP/byte", "equal"
-)
-def balance_a100(setting: Setting) -> Measured:
-    return Measured(MACHINES["A100"].device.balance, "from the datasheet")
+def _balance(setting: Setting, gpu: str) -> Measured:
+    return Measured(MACHINES[gpu].device.balance, "from the datasheet")
 
 
-@claim(
-    "balance-h100", "An H100 needs 295 FLOPs for each byte to be busy.", TUTORIAL, 295, "FLOP/byte", "equal"
-)
-def balance_h100(setting: Setting) -> Measured:
-    return Measured(MACHINES["H100"].device.balance, "from the datasheet")
+for _gpu, _flops in (("A100", 156), ("H100", 295)):
+    _says = f"An {_gpu} needs {_flops} FLOPs for each byte to be busy."
+    claim(f"balance-{_gpu.lower()}", _says, TUTORIAL, _flops, "FLOP/byte", "equal")(
+        partial(_balance, gpu=_gpu)
+    )
 
 
 @claim("running-sum", "The running sum of the scores 2, 5 and 3 is 1.19.", TUTORIAL, 1.19, "", "equal")

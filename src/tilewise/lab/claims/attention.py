@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from functools import partial
 
 import torch
 
@@ -45,26 +46,20 @@ def ratio(case: Case, setting: Setting, slow: str = "standard", fast: str = "til
     return statistics.median(a / b for a, b in rounds)
 
 
-@claim(
+def gain(setting: Setting, seqlen: int) -> Measured:
+    case = sizes(setting, seqlen)
+    return Measured(ratio(case, setting), f"forward and backward, {said(case)}")
+
+
+claim(
     "attention-2k", "Attention at 2,048 tokens is 7.6 times faster than standard attention.", FA1, 7.6, "×"
-)
-def attention_2k(setting: Setting) -> Measured:
-    case = sizes(setting, 2048)
-    return Measured(ratio(case, setting), f"forward and backward, {said(case)}")
-
-
-@claim(
+)(partial(gain, seqlen=2048))
+claim(
     "attention-1k", "Attention at 1,024 tokens is 2 to 4 times faster than standard attention.", FA1, 2, "×"
+)(partial(gain, seqlen=1024))
+claim("attention-long", "Long sequences are 9 times faster than with standard attention.", FA2, 9, "×")(
+    lambda setting: gain(setting, 8192 if setting.is_gpu else 4096)
 )
-def attention_1k(setting: Setting) -> Measured:
-    case = sizes(setting, 1024)
-    return Measured(ratio(case, setting), f"forward and backward, {said(case)}")
-
-
-@claim("attention-long", "Long sequences are 9 times faster than with standard attention.", FA2, 9, "×")
-def attention_long(setting: Setting) -> Measured:
-    case = sizes(setting, 8192 if setting.is_gpu else 4096)
-    return Measured(ratio(case, setting), f"forward and backward, {said(case)}")
 
 
 @claim("attention-short", "Below 256 tokens standard attention may be as fast.", TUTORIAL, 1, "×")
@@ -88,14 +83,12 @@ def saving(setting: Setting, seqlen: int) -> Measured:
     )  # fmt: skip
 
 
-@claim("memory-2k", "At 2,048 tokens attention needs 10 times less memory.", FA1, 10, "×")
-def memory_2k(setting: Setting) -> Measured:
-    return saving(setting, 2048)
-
-
-@claim("memory-4k", "At 4,096 tokens attention needs 20 times less memory.", FA1, 20, "×")
-def memory_4k(setting: Setting) -> Measured:
-    return saving(setting, 4096)
+claim("memory-2k", "At 2,048 tokens attention needs 10 times less memory.", FA1, 10, "×")(
+    partial(saving, seqlen=2048)
+)
+claim("memory-4k", "At 4,096 tokens attention needs 20 times less memory.", FA1, 20, "×")(
+    partial(saving, seqlen=4096)
+)
 
 
 @claim("memory-linear", "Twice the tokens take at most twice the memory.", FA1, 2, "×", "at most")

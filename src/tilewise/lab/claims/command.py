@@ -10,26 +10,22 @@ import typer
 
 def claims(
     filter: Annotated[
-        str | None, typer.Option("--filter", help="Measure claims whose name this regular expression finds.")
+        str | None, typer.Option(help="Measure claims whose name this regular expression finds.")
     ] = None,
-    device: Annotated[
-        str | None, typer.Option("--device", help="cpu or cuda; default: a GPU if there is one.")
-    ] = None,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda; default: a GPU if there is one.")] = None,
     json: Annotated[
         Path | None,
-        typer.Option("--json", help="Keep results in this file; what it has is not measured again."),
+        typer.Option(help="Keep results in this file; what it has is not measured again."),
     ] = None,
     train: Annotated[
         str | None,
-        typer.Option(
-            "--train", help="Measure this one, a training of hours, instead; it can be stopped and goes on."
-        ),
+        typer.Option(help="Measure this one, a training of hours, instead; it can be stopped and goes on."),
     ] = None,
     checkpoints: Annotated[
-        Path, typer.Option("--checkpoints", help="The folder where a training keeps its checkpoint.")
+        Path, typer.Option(help="The folder where a training keeps its checkpoint.")
     ] = Path(),
     budget: Annotated[
-        float | None, typer.Option("--budget", min=1, help="End a training after so many seconds of steps.")
+        float | None, typer.Option(min=1, help="End a training after so many seconds of steps.")
     ] = None,
     names: Annotated[bool, typer.Option("--list", help="Print the claims and measure nothing.")] = False,
 ) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Callable
+from functools import partial
 
 from tilewise.lab.claims.claim import FA1, Measured, Setting, claim
 from tilewise.lab.claims.models import EAGER, faster
@@ -21,7 +22,7 @@ def _settings(task: str, setting: Setting) -> Settings:
     return Settings(task, batch=1, layers=2, seqlen=CPU_TOKENS.get(task), held_out=512)
 
 
-def _speed(task: str, setting: Setting) -> Measured:
+def _speed(setting: Setting, task: str) -> Measured:
     settings = _settings(task, setting)
     batch = settings.what.batch(TRAIN, 0, settings.batch, settings.tokens)
 
@@ -40,29 +41,13 @@ def _speed(task: str, setting: Setting) -> Measured:
     )
 
 
-@claim("listops-step", "Long Range Arena trains 2.4 times faster: ListOps.", FA1, 2.4, "×")
-def listops_step(setting: Setting) -> Measured:
-    return _speed("listops", setting)
-
-
-@claim("text-step", "Long Range Arena trains 2.4 times faster: bytes of text.", FA1, 2.4, "×")
-def text_step(setting: Setting) -> Measured:
-    return _speed("text", setting)
-
-
-@claim("retrieval-step", "Long Range Arena trains 2.4 times faster: retrieval.", FA1, 2.4, "×")
-def retrieval_step(setting: Setting) -> Measured:
-    return _speed("retrieval", setting)
-
-
-@claim("pathfinder-step", "Long Range Arena trains 2.4 times faster: Pathfinder.", FA1, 2.4, "×")
-def pathfinder_step(setting: Setting) -> Measured:
-    return _speed("pathfinder", setting)
-
-
-@claim("path-x-step", "Long Range Arena trains 2.4 times faster: Path-X.", FA1, 2.4, "×")
-def path_x_step(setting: Setting) -> Measured:
-    return _speed("path-x", setting)
+for _task, _what in {
+    "listops": "ListOps", "text": "bytes of text", "retrieval": "retrieval", "pathfinder": "Pathfinder",
+    "path-x": "Path-X",
+}.items():  # fmt: skip
+    claim(f"{_task}-step", f"Long Range Arena trains 2.4 times faster: {_what}.", FA1, 2.4, "×")(
+        partial(_speed, task=_task)
+    )
 
 
 STEPS = {"listops": 5_000, "pathfinder": 50_000, "path-x": 50_000}
@@ -70,7 +55,7 @@ TRAINED = {"listops": 32, "pathfinder": 128, "path-x": 8}  # examples of a step,
 EVERY = 100  # steps between checkpoints
 
 
-def _accuracy(task: str, setting: Setting) -> Measured:
+def _accuracy(setting: Setting, task: str) -> Measured:
     """Of held-out examples, in percent, after a whole training."""
     settings = dataclasses.replace(_settings(task, setting), steps=STEPS[task], seconds=setting.budget)
     if setting.is_gpu:
@@ -90,16 +75,11 @@ def _accuracy(task: str, setting: Setting) -> Measured:
     )
 
 
-@claim("listops", "Trained on ListOps, 37.6% are right.", FA1, 37.6, "%", is_training=True)
-def listops(setting: Setting) -> Measured:
-    return _accuracy("listops", setting)
-
-
-@claim("pathfinder", "Trained on Pathfinder, 72.7% are right.", FA1, 72.7, "%", is_training=True)
-def pathfinder(setting: Setting) -> Measured:
-    return _accuracy("pathfinder", setting)
-
-
-@claim("path-x", "Trained on Path-X at 16,384 tokens, 61.4% are right.", FA1, 61.4, "%", is_training=True)
-def path_x(setting: Setting) -> Measured:
-    return _accuracy("path-x", setting)
+for _task, _what, _right in (
+    ("listops", "ListOps", 37.6),
+    ("pathfinder", "Pathfinder", 72.7),
+    ("path-x", "Path-X at 16,384 tokens", 61.4),
+):
+    claim(_task, f"Trained on {_what}, {_right}% are right.", FA1, _right, "%", is_training=True)(
+        partial(_accuracy, task=_task)
+    )

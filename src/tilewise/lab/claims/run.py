@@ -11,21 +11,9 @@ from typing import Any
 
 from tilewise.lab.bench import results
 from tilewise.lab.bench.errors import BenchError
-from tilewise.lab.claims import arithmetic, attention, long_range, models
 from tilewise.lab.claims.claim import CLAIMS, Claim, Setting
 
 KIND = "tilewise-claims"
-MODULES = (
-    arithmetic,
-    attention,
-    models,
-    long_range,
-)  # importing them puts their claims on the list, and in order:
-_place = {module.__name__: n for n, module in enumerate(MODULES)}
-_sorted = sorted(CLAIMS.values(), key=lambda claim: _place[claim.measure.__module__])
-CLAIMS.clear()
-CLAIMS.update({claim.name: claim for claim in _sorted})
-
 Results = dict[str, Any]
 
 

@@ -17,23 +17,13 @@ from tilewise.lab.demo.generate import SCORE_BOUND, Generation
 from tilewise.lab.demo.lengths import PASSES, Cell, Table
 from tilewise.lab.demo.methods import SDPA, STANDARD, TILEWISE
 from tilewise.lab.demo.train import BOUND_SHARE, FIRST_BOUND, Training
-
-
-@dataclass(frozen=True)
-class Facts:
-    """Where, when and with what a run was made."""
-
-    device: str
-    versions: str
-    date: str
-    command: str
-    text: str
-    model: str
+from tilewise.lab.learn.show import duration
 
 
 @dataclass(frozen=True)
 class Findings:
-    facts: Facts
+    facts: dict[str, str]  # where, when and with what the run was made
+    model: str
     training: Training
     generation: Generation
     table: Table
@@ -55,18 +45,19 @@ class Findings:
         }
 
 
-def facts(device: torch.device, text: str, model: str) -> Facts:
+def facts(device: torch.device, text: str) -> dict[str, str]:
     import tilewise
 
-    versions = f"tilewise {tilewise.__version__}, torch {torch.__version__}"
-    return Facts(
-        device=_device_name(device),
-        versions=f"{versions}, Python {platform.python_version()}, {platform.system()} {platform.release()}",
-        date=datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
-        command=shlex.join(["tilewise", *sys.argv[1:]]),
-        text=text,
-        model=model,
+    versions = (
+        f"tilewise {tilewise.__version__}, torch {torch.__version__}, Python {platform.python_version()}"
     )
+    return {
+        "Device": _device_name(device),
+        "Versions": f"{versions}, {platform.system()} {platform.release()}",
+        "Date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        "Command": shlex.join(["tilewise", *sys.argv[1:]]),
+        "Text": text,
+    }
 
 
 def _device_name(device: torch.device) -> str:
@@ -187,13 +178,6 @@ def growth(series: dict[int, Cell]) -> float:
 
 def times(ratio: float) -> str:
     return f"{ratio:,.0f} times" if ratio >= 100 else f"{ratio:.3g} times"
-
-
-def duration(seconds: float) -> str:
-    for unit, size in (("s", 1.0), ("ms", 1e-3)):
-        if seconds >= size:
-            return f"{seconds / size:.3g} {unit}"
-    return f"{seconds * 1e6:.3g} us"
 
 
 def mebibytes(count: int) -> str:

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tilewise.cache.rotary import apply_rotary, rotary_tables
 from tilewise.lab.demo.methods import Method
 from tilewise.lab.demo.scale import Scale
 
@@ -34,7 +35,8 @@ class GPT(nn.Module):
     def forward(self, tokens: Tensor, attends: Sequence[Method], start: int = 0) -> Tensor:
         """tokens (batch, seqlen), the first at position `start`; one attention function a layer."""
         x = self.embedding(tokens)
-        turn = rotation(start, tokens.shape[1], self.head_dim, tokens.device)
+        positions = torch.arange(start, start + tokens.shape[1], device=tokens.device)
+        turn = rotary_tables(positions, self.head_dim)
         for block, attend in zip(self.blocks, attends, strict=True):
             x = block(x, attend, turn)
         return self.norm(x)
@@ -50,22 +52,7 @@ class Block(nn.Module):
         self.up = nn.Linear(width, 4 * width, bias=False)
         self.down = nn.Linear(4 * width, width, bias=False)
 
-    def forward(self, x: Tensor, attend: Method, turn: Tensor) -> Tensor:
+    def forward(self, x: Tensor, attend: Method, turn: tuple[Tensor, Tensor]) -> Tensor:
         q, k, v = self.qkv(self.norm_attention(x)).unflatten(-1, (3, self.heads, self.head_dim)).unbind(2)
-        x = x + self.out(attend(rotate(q, turn), rotate(k, turn), v).flatten(2))
+        x = x + self.out(attend(apply_rotary(q, *turn), apply_rotary(k, *turn), v).flatten(2))
         return x + self.down(F.gelu(self.up(self.norm_mlp(x))))
-
-
-def rotation(start: int, seqlen: int, head_dim: int, device: torch.device) -> Tensor:
-    """Cosines and sines of the rotary angles: (2, seqlen, 1, head_dim / 2)."""
-    half = head_dim // 2
-    frequency = 10000.0 ** (-torch.arange(half, device=device) / half)
-    angle = torch.arange(start, start + seqlen, device=device)[:, None, None] * frequency
-    return torch.stack((angle.cos(), angle.sin()))
-
-
-def rotate(x: Tensor, turn: Tensor) -> Tensor:
-    """x (batch, seqlen, heads, head_dim) rotated by each position's angles."""
-    cos, sin = turn.to(x.dtype)
-    a, b = x.chunk(2, -1)
-    return torch.cat((a * cos - b * sin, a * sin + b * cos), -1)

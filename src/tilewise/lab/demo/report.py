@@ -5,9 +5,10 @@ from __future__ import annotations
 import html
 
 from tilewise.lab.demo import plots
-from tilewise.lab.demo.findings import Findings, duration, figure, mebibytes, why_differences
+from tilewise.lab.demo.findings import Findings, figure, mebibytes, why_differences
 from tilewise.lab.demo.lengths import PASSES, Table
 from tilewise.lab.demo.methods import METHODS
+from tilewise.lab.learn.show import duration
 
 STYLE = """
 :root { color-scheme: light dark; --ink: #1d2430; --page: #ffffff; --quiet: #5b6472; --grid: #e3e6ea;
@@ -63,7 +64,7 @@ def training_time(findings: Findings) -> str:
     ours, standard = findings.training.tilewise.seconds, findings.training.standard.seconds
     return (
         f"Training took {duration(ours)} with tilewise and {duration(standard)} with standard attention: "
-        f"{findings.facts.model}."
+        f"{findings.model}."
     )
 
 
@@ -108,15 +109,7 @@ def _opening(findings: Findings) -> str:
 
 
 def _facts(findings: Findings) -> str:
-    facts = findings.facts
-    shown = {
-        "Device": facts.device,
-        "Versions": facts.versions,
-        "Date": facts.date,
-        "Command": facts.command,
-        "Text": facts.text,
-        "Took": duration(findings.seconds),
-    }
+    shown = findings.facts | {"Took": duration(findings.seconds)}
     return "<dl>" + "".join(f"<dt>{k}</dt><dd>{html.escape(v)}</dd>" for k, v in shown.items()) + "</dl>"
 
 

@@ -32,15 +32,15 @@ def run(out: Path, seed: int, quick: bool, device: torch.device, console: Consol
     start = time.perf_counter()
     scale = scale_for(device, quick)
     text = standard_library()
-    about = facts(device, text.source, _model(scale))
-    _say(console, f"{about.device}; {about.versions}\n{about.text}")
+    about = facts(device, text.source)
+    _say(console, f"{about['Device']}; {about['Versions']}\n{about['Text']}")
     with _bar(console, "training, twice", 2 * scale.steps) as advance:
         training = train_both(text, scale, device, seed, advance)
     with _bar(console, "generating, twice", 2 * scale.new_tokens) as advance:
         generation = generate_both(training.model, text, scale, device, seed, advance)
     with _bar(console, "measuring lengths", len(PASSES) * len(scale.lengths) * len(METHODS)) as advance:
         table = measure(scale, device, seed, advance)
-    findings = Findings(about, training, generation, table, time.perf_counter() - start)
+    findings = Findings(about, _model(scale), training, generation, table, time.perf_counter() - start)
     _show(console, findings)
     path = out / "report.html"
     path.write_text(report.write(findings), encoding="utf-8")

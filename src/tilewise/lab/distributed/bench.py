@@ -14,8 +14,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
-import random
-import time
 from typing import Any
 
 import torch
@@ -27,7 +25,15 @@ from tilewise.lab.bench import gate, results
 from tilewise.lab.bench.cases import Case
 from tilewise.lab.bench.errors import BenchError
 from tilewise.lab.bench.peer import Data, Prepared
-from tilewise.lab.bench.run import Report, Settings, attempt, no_garbage_collection
+from tilewise.lab.bench.run import (
+    Report,
+    Settings,
+    attempt,
+    in_turn,
+    no_garbage_collection,
+    run_cases,
+    seeded,
+)
 from tilewise.lab.bench.timing import Stopwatch, stopwatch
 from tilewise.lab.distributed.one_rank import one_rank_peers, ranks_of_peer
 from tilewise.lab.distributed.peers import ONE, Group, Prepare, peers
@@ -52,46 +58,23 @@ def join(device: str) -> Group:
 
 def run(settings: Settings, cases: list[Case], group: Group, report: Report | None = None) -> results.Results:
     """Run every case on all ranks. Rank 0 writes the file (if any) and calls `report`."""
-    chosen, started = _chosen(settings.peers, group.world), time.monotonic()
-    clock = stopwatch(group.device)
+    chosen, clock = _chosen(settings.peers, group.world), stopwatch(group.device)
     how = ONE_RANK if group.world == 1 else f"the slowest of {group.world} ranks"
-    seed = random.SystemRandom().randrange(2**31) if settings.seed is None else settings.seed
-    seed = int(_largest(float(seed if group.rank == 0 else 0), group))
-    found: results.Results = {
-        "schema_version": results.SCHEMA_VERSION,
-        "kind": results.KIND,
-        "suite": settings.suite,
-        "world": group.world,
-        "quick": settings.quick,
-        "graph": False,
-        "rounds": settings.rounds,
-        "seed": seed,
-        "complete": False,
-        **_environment(group),
-        "method": f"{how}, after a call not timed; on each: {clock.method}",
-        "ceilings": {},
-        "unavailable": {},
-        "cases": [],
-        "not_run": [],
-    }
+    seed = int(_largest(float(seeded(settings).seed or 0 if group.rank == 0 else 0), group))
+    said: dict[str, Any] = {"world": group.world, "ceilings": {}, "unavailable": {}}
+    said["method"] = f"{how}, after a call not timed; on each: {clock.method}"
     if group.world > 1 and cases:  # what `auto` goes by
-        found["network"] = measured(ranks_of(), cases[0].torch_dtype, torch.device(group.place))._asdict()
-    for number, case in enumerate(cases):
-        late = settings.budget is not None and time.monotonic() - started > settings.budget
-        if _largest(float(late), group):
-            found["not_run"].append(case.name)
-            continue
-        record = _run_case(case, chosen, group, clock, settings, seed)
-        found["cases"].append(record)
-        if group.rank == 0 and settings.json is not None:
-            results.save(found, settings.json)
-        if group.rank == 0 and report is not None:
-            report(number + 1, record)
-    found["complete"] = not found["not_run"]
-    found["seconds"] = round(time.monotonic() - started, 1)
-    if group.rank == 0 and settings.json is not None:
-        results.save(found, settings.json)
-    return found
+        said["network"] = measured(ranks_of(), cases[0].torch_dtype, torch.device(group.place))._asdict()
+    settings = dataclasses.replace(settings, seed=seed, json=None if group.rank else settings.json)
+
+    def measure(case: Case) -> dict[str, Any]:
+        return _run_case(case, chosen, group, clock, settings, seed)
+
+    def is_late(late: bool) -> bool:
+        return bool(_largest(float(late), group))
+
+    report = None if group.rank else report
+    return run_cases(settings, cases, _environment(group) | said, measure, report, is_late)
 
 
 def _environment(group: Group) -> dict[str, Any]:
@@ -152,9 +135,7 @@ def _run_case(
         entries[name] = found
     with no_garbage_collection():
         for number in range(settings.rounds):
-            names = list(ready)
-            shift = number % max(1, len(names))
-            for name in names[shift:] + names[:shift]:
+            for name in in_turn(list(ready), number):
                 seconds = ready[name].samples(group, clock, ready[name].count)
                 entries[name]["samples"].append([float(f"{s:.6g}") for s in seconds])
     del data, ready

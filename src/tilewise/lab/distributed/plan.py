@@ -31,28 +31,20 @@ def distributed(
     seqlens: Annotated[
         list[int] | None, typer.Option("--seqlen", min=1, help="Tokens; may be repeated.")
     ] = None,
-    heads: Annotated[int, typer.Option("--heads", min=1, help="Query heads.")] = 16,
-    kv_heads: Annotated[
-        int | None, typer.Option("--kv-heads", min=1, help="KV heads; all if left out.")
-    ] = None,
-    head_dim: Annotated[int, typer.Option("--head-dim", min=1, help="Elements of a head.")] = 128,
+    heads: Annotated[int, typer.Option(min=1, help="Query heads.")] = 16,
+    kv_heads: Annotated[int | None, typer.Option(min=1, help="KV heads; all if left out.")] = None,
+    head_dim: Annotated[int, typer.Option(min=1, help="Elements of a head.")] = 128,
     full: Annotated[bool, typer.Option("--full", help="Not causal.")] = False,
     flops: Annotated[float, typer.Option(min=1e-3, help="TFLOP/s of one GPU's forward.")] = 600.0,
     bandwidth: Annotated[float, typer.Option(min=1e-3, help="GB/s into a GPU from its node.")] = 320.0,
     latency: Annotated[float, typer.Option(min=0.0, help="Microseconds of an exchange.")] = 110.0,
-    per_node: Annotated[int, typer.Option("--per-node", min=1, help="GPUs of a node.")] = 8,
-    far_bandwidth: Annotated[
-        float, typer.Option("--far-bandwidth", min=1e-3, help="GB/s into a GPU from other nodes.")
-    ] = 50.0,
+    per_node: Annotated[int, typer.Option(min=1, help="GPUs of a node.")] = 8,
+    far_bandwidth: Annotated[float, typer.Option(min=1e-3, help="GB/s into a GPU from other nodes.")] = 50.0,
     far_latency: Annotated[
-        float, typer.Option("--far-latency", min=0.0, help="Microseconds of an exchange between nodes.")
+        float, typer.Option(min=0.0, help="Microseconds of an exchange between nodes.")
     ] = 120.0,
-    plot: Annotated[
-        Path | None, typer.Option("--plot", help="Also draw the efficiencies: .svg, .png.")
-    ] = None,
-    measured: Annotated[
-        Path | None, typer.Option("--measured", help="Compare with this file of `bench` instead.")
-    ] = None,
+    plot: Annotated[Path | None, typer.Option(help="Also draw the efficiencies: .svg, .png.")] = None,
+    measured: Annotated[Path | None, typer.Option(help="Compare with this file of `bench` instead.")] = None,
 ) -> None:
     """Predict the time of one sequence over many GPUs.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import Annotated
 
 import torch
 import typer
@@ -14,21 +14,15 @@ from tilewise.api import attention
 from tilewise.core.statistics import Aux, Statistics
 from tilewise.lab.demo.gpt import GPT
 from tilewise.lab.demo.methods import METHODS, TILEWISE
-from tilewise.lab.demo.scale import CPU, QUICK, Scale
-from tilewise.lab.demo.text import NoText, Text, standard_library
-from tilewise.lab.demo.train import Curve, train
+from tilewise.lab.demo.scale import CPU, QUICK
+from tilewise.lab.demo.text import NoText, standard_library
+from tilewise.lab.demo.train import train
 from tilewise.lab.heads.picture import Heads
 
 DEFAULT_OUT = Path("heads.png")
 ENDINGS = (".png", ".svg", ".pdf")
 LEAST_TOKENS, MOST_TOKENS = 256, 1 << 18
 SCALE = replace(CPU, layers=2, context=1024, batch=2, steps=400, learning_rate=4e-3)
-
-
-class Drawn(NamedTuple):
-    heads: Heads
-    curve: Curve  # of the training
-    text: Text
 
 
 def heads(
@@ -51,33 +45,26 @@ def heads(
         raise typer.BadParameter(f"--out {out}: there is no folder {out.absolute().parent}")
     scale = replace(QUICK, steps=min(steps, QUICK.steps)) if quick else replace(SCALE, steps=steps)
     try:
-        drawn = draw(scale, tokens, block, seed)
+        text = standard_library()
     except NoText as error:
         raise typer.BadParameter(str(error)) from None
-    drawn.heads.save(out)
-    before, after = drawn.curve.valid_before, drawn.curve.valid_after
-    typer.echo(f"text: {drawn.text.source}")
-    typer.echo(
-        f"held-out loss: {before:.2f} nats a byte before training, {after:.2f} after {scale.steps} steps"
-    )
-    for line in _table(drawn.heads):
-        typer.echo(line)
-    typer.echo(f"picture: {out}")
-
-
-def draw(scale: Scale, tokens: int, block: int, seed: int) -> Drawn:
-    """Train a model, then attend within `tokens` bytes of text that it has not seen.
-
-    Raises:
-        NoText: the machine has no text, or less than is asked for.
-    """
-    text = standard_library()
     if len(text.valid) < tokens:
-        raise NoText(f"{len(text.valid)} bytes of text are held out, fewer than --tokens {tokens}")
+        raise typer.BadParameter(
+            f"{len(text.valid)} bytes of text are held out, fewer than --tokens {tokens}"
+        )
     curve, model = train(METHODS[TILEWISE], text, scale, torch.device("cpu"), seed, lambda: None)
     title = f"{tokens} bytes of Python sources; trained on windows of {scale.context} for {scale.steps} steps"
     found = statistics(model, text.valid[None, :tokens].long(), Aux(block_sum=block, entropy=True))
-    return Drawn(Heads(found, block, title), curve, text)
+    drawn = Heads(found, block, title)
+    drawn.save(out)
+    before, after = curve.valid_before, curve.valid_after
+    typer.echo(f"text: {text.source}")
+    typer.echo(
+        f"held-out loss: {before:.2f} nats a byte before training, {after:.2f} after {scale.steps} steps"
+    )
+    for line in _table(drawn):
+        typer.echo(line)
+    typer.echo(f"picture: {out}")
 
 
 @torch.no_grad()

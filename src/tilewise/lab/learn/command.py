@@ -19,7 +19,6 @@ from tilewise.lab.learn.examples import (
     EXAMPLES,
     LARGEST,
     Example,
-    Settings,
     Tensors,
     own_example,
     random_example,
@@ -39,12 +38,10 @@ def trace(
     ] = None,
     q: Annotated[
         str | None,
-        typer.Option(
-            "--q", help='Your own queries, as "1,0;0,1" or a file .csv, .npy or .pt; with --k, --v.'
-        ),
+        typer.Option(help='Your own queries, as "1,0;0,1" or a file .csv, .npy or .pt; with --k, --v.'),
     ] = None,
-    k: Annotated[str | None, typer.Option("--k", help="Your own keys, a row each.")] = None,
-    v: Annotated[str | None, typer.Option("--v", help="Your own values, a row for each key.")] = None,
+    k: Annotated[str | None, typer.Option(help="Your own keys, a row each.")] = None,
+    v: Annotated[str | None, typer.Option(help="Your own values, a row for each key.")] = None,
     seqlen: Annotated[int | None, typer.Option(help="Random inputs with this many queries instead.")] = None,
     seqlen_k: Annotated[int | None, typer.Option(help="Keys of random inputs; default: as many.")] = None,
     head_dim: Annotated[
@@ -82,19 +79,13 @@ def trace(
     )
     if sram_size is not None and (block_q, block_k) != (None, None):
         raise typer.BadParameter("--sram-size sets both block sizes; leave out --block-q and --block-k")
-    settings = Settings(
-        order=order,
-        normalize=normalize,
-        scale=chosen.scale if scale is None else scale,
-        causal=causal,
-        learning_rate=chosen.learning_rate,
-        without_max=chosen.without_max,
-    )
+    if scale is not None:
+        chosen = replace(chosen, scale=scale)
     try:
         tensors = _with_dout(chosen, backward)
         if sram_size is not None:
             blocks = paper_block_sizes(sram_size, tensors.query.shape[1])
-        sections = list(walkthrough(tensors, blocks, settings))
+        sections = list(walkthrough(chosen, tensors, blocks, order, normalize, causal))
     except (ValueError, TypeError) as error:
         raise typer.BadParameter(str(error)) from None
     console = Console(highlight=False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,7 +15,7 @@ from tilewise.lab.learn import io_model, kv_memory, roofline
 from tilewise.lab.learn.io_model import Cost, Shape
 from tilewise.lab.learn.machines import MACHINES, Machine, find_machine, human_bytes
 from tilewise.lab.learn.records import BlockSizes
-from tilewise.lab.learn.show import counted
+from tilewise.lab.learn.show import counted, duration
 
 ITEMSIZES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1}
 LONGEST, MOST = 1 << 24, 1 << 20  # tokens, whose tiles are counted one by one; anything else
@@ -22,37 +23,23 @@ MANY = (512, 2048, 8192, 32768, 131072)
 
 Seqlen = Annotated[
     int,
-    typer.Option("--seqlen", min=1, max=LONGEST, help="Queries, and keys unless --seqlen-k says otherwise."),
+    typer.Option(min=1, max=LONGEST, help="Queries, and keys unless --seqlen-k says otherwise."),
 ]
-SeqlenK = Annotated[
-    int | None, typer.Option("--seqlen-k", min=1, max=LONGEST, help="Keys; default: as many as queries.")
-]
-HeadDim = Annotated[int, typer.Option("--head-dim", min=1, max=MOST, help="Elements of a head.")]
-Heads = Annotated[int, typer.Option("--heads", min=1, max=MOST, help="Query heads.")]
-KvHeads = Annotated[
-    int | None, typer.Option("--kv-heads", min=1, max=MOST, help="KV heads; default: as many.")
-]
-Batch = Annotated[int, typer.Option("--batch", min=1, max=MOST, help="Sequences.")]
-Dtype = Annotated[str, typer.Option("--dtype", help=f"One of {', '.join(ITEMSIZES)}.")]
+SeqlenK = Annotated[int | None, typer.Option(min=1, max=LONGEST, help="Keys; default: as many as queries.")]
+HeadDim = Annotated[int, typer.Option(min=1, max=MOST, help="Elements of a head.")]
+Heads = Annotated[int, typer.Option(min=1, max=MOST, help="Query heads.")]
+KvHeads = Annotated[int | None, typer.Option(min=1, max=MOST, help="KV heads; default: as many.")]
+Batch = Annotated[int, typer.Option(min=1, max=MOST, help="Sequences.")]
+Dtype = Annotated[str, typer.Option(help=f"One of {', '.join(ITEMSIZES)}.")]
 Causal = Annotated[bool, typer.Option("--causal", help="Mask the future.")]
 Sram = Annotated[
     int,
-    typer.Option(
-        "--sram", min=1, max=MOST, help="Fast memory M of FlashAttention-1, in KiB; an H100 has 227."
-    ),
+    typer.Option(min=1, max=MOST, help="Fast memory M of FlashAttention-1, in KiB; an H100 has 227."),
 ]
-BlockQ = Annotated[
-    int, typer.Option("--block-q", min=1, max=MOST, help="Queries in a tile of the other algorithms.")
-]
-BlockK = Annotated[
-    int, typer.Option("--block-k", min=1, max=MOST, help="Keys in a tile of the other algorithms.")
-]
-Splits = Annotated[
-    int, typer.Option("--splits", min=1, max=MOST, help="Splits of the keys in decoding (split-KV).")
-]
-DeviceName = Annotated[
-    str, typer.Option("--device", help=f"One of {', '.join(MACHINES)}, or cpu: measure this one.")
-]
+BlockQ = Annotated[int, typer.Option(min=1, max=MOST, help="Queries in a tile of the other algorithms.")]
+BlockK = Annotated[int, typer.Option(min=1, max=MOST, help="Keys in a tile of the other algorithms.")]
+Splits = Annotated[int, typer.Option(min=1, max=MOST, help="Splits of the keys in decoding (split-KV).")]
+DeviceName = Annotated[str, typer.Option(help=f"One of {', '.join(MACHINES)}, or cpu: measure this one.")]
 
 
 def io(
@@ -75,8 +62,9 @@ def io(
     Reads, writes and products are counted in the loops; decoding is one new query for each sequence.
     """
     with _one_line_errors():
-        shape = _shape(seqlen, seqlen_k, head_dim, heads, kv_heads, batch, dtype, causal)
-        blocks = _blocks(block_q, block_k)
+        keys, size = seqlen if seqlen_k is None else seqlen_k, _itemsize(dtype)
+        shape = Shape(seqlen, keys, head_dim, None, heads, kv_heads, batch, size, causal)
+        blocks = BlockSizes(block_q, block_k)
         found = costs(shape, sram * 1024, blocks, splits)
         passes = _passes(found, shape, sram * 1024, blocks)
     _print_table(
@@ -89,7 +77,11 @@ def io(
     )
     if detail:
         for cost in found:
-            _print_table(cost.algorithm, ["tensor", "read", "written"], list(_tensor_rows(cost)))
+            both = [
+                [name, human_bytes(cost.reads.get(name, 0)), human_bytes(cost.writes.get(name, 0))]
+                for name in dict.fromkeys([*cost.reads, *cost.writes])
+            ]
+            _print_table(cost.algorithm, ["tensor", "read", "written"], both)
 
 
 def roofline_command(
@@ -108,10 +100,10 @@ def roofline_command(
     device: DeviceName = "H200",
     results: Annotated[
         list[Path] | None,
-        typer.Option("--results", help="Result files of bench: predicted against measured."),
+        typer.Option(help="Result files of bench: predicted against measured."),
     ] = None,
     plot: Annotated[
-        Path | None, typer.Option("--plot", help="Draw into this file: the roofline, or the comparison.")
+        Path | None, typer.Option(help="Draw into this file: the roofline, or the comparison.")
     ] = None,
 ) -> None:
     """Say what binds each algorithm, and its time.
@@ -123,8 +115,9 @@ def roofline_command(
             _compare(results, plot)
             return
         machine = find_machine(device)
-        shape = _shape(seqlen, seqlen_k, head_dim, heads, kv_heads, batch, dtype, causal)
-        found = costs(shape, sram * 1024, _blocks(block_q, block_k), splits)
+        keys, size = seqlen if seqlen_k is None else seqlen_k, _itemsize(dtype)
+        shape = Shape(seqlen, keys, head_dim, None, heads, kv_heads, batch, size, causal)
+        found = costs(shape, sram * 1024, BlockSizes(block_q, block_k), splits)
         if plot is not None:
             roofline.under_the_roof(found, machine, plot)
     _print_machine(machine)
@@ -145,22 +138,18 @@ def roofline_command(
 
 def kv_memory_command(
     model: Annotated[
-        str | None, typer.Option("--model", help=f"One of {', '.join(kv_memory.MODELS)}; default: all.")
+        str | None, typer.Option(help=f"One of {', '.join(kv_memory.MODELS)}; default: all.")
     ] = None,
-    context: Annotated[
-        int, typer.Option("--context", min=1, max=1 << 40, help="Tokens in the cache.")
-    ] = 4096,
+    context: Annotated[int, typer.Option(min=1, max=1 << 40, help="Tokens in the cache.")] = 4096,
     batch: Batch = 1,
     dtype: Dtype = "bfloat16",
     lengths: Annotated[
         str | None,
-        typer.Option("--lengths", help="Tokens of each sequence, as 37,9,62: the pages they take."),
+        typer.Option(help="Tokens of each sequence, as 37,9,62: the pages they take."),
     ] = None,
-    page_size: Annotated[
-        int, typer.Option("--page-size", min=1, max=MOST, help="Tokens a page, with --lengths.")
-    ] = 16,
+    page_size: Annotated[int, typer.Option(min=1, max=MOST, help="Tokens a page, with --lengths.")] = 16,
     longest: Annotated[
-        int | None, typer.Option("--longest", help="What a contiguous cache reserves; default: the longest.")
+        int | None, typer.Option(help="What a contiguous cache reserves; default: the longest.")
     ] = None,
 ) -> None:
     """Size of a KV cache by model and context.
@@ -210,14 +199,13 @@ def _cache_row(model: kv_memory.Model, context: int, batch: int, size: int) -> l
 
 def costs(shape: Shape, sram_bytes: int, blocks: BlockSizes, splits: int) -> list[Cost]:
     """Every algorithm on one shape; decoding takes one query."""
-    fields = {name: getattr(shape, name) for name in shape.__dataclass_fields__} | {"seqlen_q": 1}
     return [
         io_model.standard(shape, blocks),
         io_model.fa1(shape, sram_bytes),
         io_model.fa2(shape, blocks),
         io_model.backward_storing(shape, blocks),
         io_model.backward_recompute(shape, blocks),
-        io_model.decode(Shape(**fields), splits, blocks.block_k),
+        io_model.decode(replace(shape, seqlen_q=1), splits, blocks.block_k),
     ]
 
 
@@ -268,32 +256,10 @@ def _print_pages(text: str, page_size: int, longest: int | None) -> None:
     )
 
 
-def _shape(
-    seqlen: int,
-    seqlen_k: int | None,
-    head_dim: int,
-    heads: int,
-    kv_heads: int | None,
-    batch: int,
-    dtype: str,
-    causal: bool,
-) -> Shape:
-    keys = seqlen if seqlen_k is None else seqlen_k
-    size = _itemsize(dtype)
-    return Shape(seqlen, keys, head_dim, None, heads, kv_heads, batch, size, causal)
-
-
 def _itemsize(dtype: str) -> int:
     if dtype not in ITEMSIZES:
         raise ValueError(f"dtype must be one of {', '.join(ITEMSIZES)}, got {dtype!r}")
     return ITEMSIZES[dtype]
-
-
-def _blocks(block_q: int, block_k: int) -> BlockSizes:
-    for name, size in (("block_q", block_q), ("block_k", block_k)):
-        if size < 1:
-            raise ValueError(f"{name} must be at least 1, got {size}")
-    return BlockSizes(block_q, block_k)
 
 
 def _describe(shape: Shape) -> str:
@@ -321,17 +287,12 @@ def _cost_row(cost: Cost, shape: Shape) -> list[str]:
     ]
 
 
-def _tensor_rows(cost: Cost) -> Iterator[list[str]]:
-    for name in dict.fromkeys([*cost.reads, *cost.writes]):
-        yield [name, human_bytes(cost.reads.get(name, 0)), human_bytes(cost.writes.get(name, 0))]
-
-
 def _prediction_row(cost: Cost, machine: Machine) -> list[str]:
     prediction = roofline.predict(cost, machine)
     intensity = roofline.memory_intensity(cost, machine)
     side = "right" if roofline.is_compute_bound(intensity, machine.device) else "left"
-    alone = ", ".join(f"{name} {_time(seconds)}" for name, seconds in prediction.times.items())
-    return [cost.algorithm, f"{intensity:.1f}", side, prediction.bound, _time(prediction.seconds), alone]
+    alone = ", ".join(f"{name} {duration(seconds)}" for name, seconds in prediction.times.items())
+    return [cost.algorithm, f"{intensity:.1f}", side, prediction.bound, duration(prediction.seconds), alone]
 
 
 def _print_machine(machine: Machine) -> None:
@@ -353,13 +314,6 @@ def _print_machine(machine: Machine) -> None:
         ["level", "size", "bandwidth", "latency", "source"],
         rows,
     )
-
-
-def _time(seconds: float) -> str:
-    for unit, size in (("s", 1.0), ("ms", 1e-3)):
-        if seconds >= size:
-            return f"{seconds / size:.3g} {unit}"
-    return f"{seconds * 1e6:.3g} us"
 
 
 def _print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]], note: str = "") -> None:

@@ -30,16 +30,8 @@ class Shape:
     causal: bool = False
 
     def __post_init__(self) -> None:
-        for name in (
-            "seqlen_q",
-            "seqlen_k",
-            "head_dim",
-            "dim_v",
-            "num_heads",
-            "kv_heads",
-            "batch",
-            "itemsize",
-        ):
+        sizes = ("seqlen_q", "seqlen_k", "head_dim", "dim_v", "num_heads", "kv_heads", "batch", "itemsize")
+        for name in sizes:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         if self.num_heads % self.kv_heads:
@@ -134,17 +126,14 @@ class Tally:
             return {name: count * times for name, count in counts.items()}
 
         moved = sum(self.reads.values()) + sum(self.writes.values())
+        names = ("fast_read", "fast_written", "matmul_flops", "vector_flops", "special_ops")
         return Cost(
             algorithm,
             scaled(self.reads),
             scaled(self.writes),
-            (moved if self.once is None else self.once) * times,
-            self.fast_read * times,
-            self.fast_written * times,
-            self.matmul_flops * times,
-            self.vector_flops * times,
-            self.special_ops * times,
-            extra * times,
-            sram,
-            Asymptotic(asymptotic.formula, asymptotic.elements * times),
+            once_bytes=(moved if self.once is None else self.once) * times,
+            **{name: getattr(self, name) * times for name in names},
+            extra_bytes=extra * times,
+            sram_bytes=sram,
+            asymptotic=Asymptotic(asymptotic.formula, asymptotic.elements * times),
         )

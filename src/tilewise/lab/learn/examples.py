@@ -130,21 +130,17 @@ def _from_text(text: str) -> list[list[str]]:
     return [row.split(",") for row in text.strip(" ;\n").split(";")]
 
 
-def _from_csv(path: str) -> list[list[str]]:
-    return [line.split(",") for line in Path(path).read_text().splitlines() if line.strip()]
-
-
 def _from_npy(path: str) -> Any:
     import numpy as np
 
     return np.load(path, allow_pickle=False).tolist()
 
 
-def _from_pt(path: str) -> Any:
-    return torch.load(path, weights_only=True).tolist()
-
-
-READERS: dict[str, Callable[[str], Any]] = {".csv": _from_csv, ".npy": _from_npy, ".pt": _from_pt}
+READERS: dict[str, Callable[[str], Any]] = {
+    ".csv": lambda path: [row.split(",") for row in Path(path).read_text().splitlines() if row.strip()],
+    ".npy": _from_npy,
+    ".pt": lambda path: torch.load(path, weights_only=True).tolist(),
+}
 
 
 def naive_softmax(logits: Tensor, flush_subnormal: bool = False) -> Tensor:
@@ -180,11 +176,16 @@ def _identity(n: int) -> Rows:
     return tuple(tuple(float(i == j) for j in range(n)) for i in range(n))
 
 
-def _from_logits(*logits: float) -> tuple[Rows, Rows]:
-    """A query and keys with q k^T equal to the logits."""
-    return ((1.0,),), tuple((x,) for x in logits)
+def _of_logits(
+    name: str, summary: str, logits: tuple[float, ...], value: Rows | None = None, **others: Any
+) -> Example:
+    """A query and keys with q k^T equal to the logits; without a value it is I, which shows the softmax."""
+    key = tuple((x,) for x in logits)
+    value = _identity(len(key)) if value is None else value
+    return Example(name, summary, ((1.0,),), key, value, block_q=1, **others)
 
 
+_BEYOND_FLOAT32: dict[str, Any] = {"block_k": 1, "without_max": True, "digits": 6}
 _ALL = (
     Example(
         "tiling-4x4",
@@ -197,86 +198,55 @@ _ALL = (
         dout=((1, 1, 1, 1), (0, 0, 0, 0), (1, 1, 1, 1), (0, 0, 0, 0)),
         learning_rate=0.1,
     ),
-    Example(
+    _of_logits(
         "by-hand-1x6",
         "one query with logits 1 2 3 6 2 1 in two tiles of three keys; the maximum rises in the second",
-        *_from_logits(1, 2, 3, 6, 2, 1),
-        value=tuple((float(n), float(n)) for n in range(1, 7)),
-        block_q=1,
+        (1, 2, 3, 6, 2, 1),
         block_k=3,
+        value=tuple((float(n), float(n)) for n in range(1, 7)),
     ),
-    Example(
+    _of_logits(
         "scores-2-5-3",
         "one query with logits 2 5 | 3: the second tile leaves the maximum alone; V = I shows the softmax",
-        *_from_logits(2, 5, 3),
-        value=_identity(3),
-        block_q=1,
+        (2, 5, 3),
         block_k=2,
     ),
-    Example(
+    _of_logits(
         "overflow-100-90-80",
         "logits whose exponentials leave float32; V = I shows the softmax",
-        *_from_logits(100, 90, 80),
-        value=_identity(3),
-        block_q=1,
-        block_k=1,
-        without_max=True,
-        digits=6,
+        (100, 90, 80),
+        **_BEYOND_FLOAT32,
     ),
-    Example(
+    _of_logits(
         "underflow-100-200-300",
         "logits -100 -200 -300, whose exponentials vanish in float32; V = I shows the softmax",
-        *_from_logits(-100, -200, -300),
-        value=_identity(3),
-        block_q=1,
-        block_k=1,
-        without_max=True,
-        digits=6,
+        (-100, -200, -300),
+        **_BEYOND_FLOAT32,
     ),
 )
 
 EXAMPLES = {example.name: example for example in _ALL}
 
 
-class Settings(NamedTuple):
-    """How to walk through: see `trace.forward` for the first four."""
-
-    order: str = "fa2"
-    normalize: str = "end"
-    scale: float | None = None
-    causal: bool = False
-    learning_rate: float | None = None  # show a weight update after the backward pass
-    without_max: bool = False  # first show the softmax that does not subtract the maximum
-
-
-def walkthrough(tensors: Tensors, blocks: BlockSizes, settings: Settings) -> Iterator[Section]:
+def walkthrough(
+    example: Example, tensors: Tensors, blocks: BlockSizes, order: str, normalize: str, causal: bool
+) -> Iterator[Section]:
     """Sections in reading order; the backward pass is there when `tensors.dout` is."""
     query, key, value, dout = tensors
-    named = zip("QKV", (query, key, value))
-    inputs = [Line(name, "", t) for name, t in named]
+    inputs = [Line(name, "", t) for name, t in zip("QKV", tensors[:3])]
     yield Section("inputs", inputs if dout is None else [*inputs, Line("dO", "", dout)])
-    trace = tracing.forward(
-        query,
-        key,
-        value,
-        *blocks,
-        order=settings.order,
-        normalize=settings.normalize,
-        scale=settings.scale,
-        causal=settings.causal,
-    )
-    if settings.without_max:
+    options: dict[str, Any] = {"scale": example.scale, "causal": causal}
+    trace = tracing.forward(query, key, value, *blocks, order=order, normalize=normalize, **options)
+    if example.without_max:
         yield from _without_max(trace.scores())
     yield from forward_sections(trace)
     backward = None
     if dout is not None:
-        scale, causal = settings.scale, settings.causal
-        backward = tracing.backward(query, key, value, dout, *blocks, scale=scale, causal=causal)
-    if backward is not None:
+        backward = tracing.backward(query, key, value, dout, *blocks, **options)
         yield from backward_sections(backward)
     yield _agreement(tensors, trace, backward)
-    if backward is not None and settings.learning_rate is not None:
-        yield _update(tensors, backward, settings.learning_rate)
+    if backward is not None and example.learning_rate is not None:
+        yield _update(tensors, backward, example.learning_rate)
 
 
 def largest_difference(a: Trace, b: Trace) -> float:
@@ -292,7 +262,7 @@ def largest_difference(a: Trace, b: Trace) -> float:
 
 def _agreement(tensors: Tensors, trace: Trace, backward: BackwardTrace | None) -> Section:
     query, key, value, dout = tensors
-    scale, causal, blocks = trace.scale, trace.causal, trace.blocks
+    options: dict[str, Any] = {"scale": trace.scale, "causal": trace.causal}
     other_order = {"fa1": "fa2", "fa2": "fa1"}[trace.order]
     other_normalize = {"end": "each_step", "each_step": "end"}[trace.normalize]
     lines = []
@@ -300,16 +270,14 @@ def _agreement(tensors: Tensors, trace: Trace, backward: BackwardTrace | None) -
         (f"normalize {other_normalize}", trace.order, other_normalize),
         (f"order {other_order}", other_order, trace.normalize),
     ):
-        again = tracing.forward(
-            query, key, value, *blocks, order=order, normalize=normalize, scale=scale, causal=causal
-        )
+        again = tracing.forward(query, key, value, *trace.blocks, order=order, normalize=normalize, **options)
         difference = largest_difference(trace, again)
         lines.append(Line(name, "m, l, acc and out of every step", f"{difference:.1e}"))
     one_head = [t[None, :, None] for t in (query, key, value)]
-    out, _ = reference.attention(*one_head, scale=scale, causal=causal)
+    out, _ = reference.attention(*one_head, **options)
     lines.append(_compared("O", [out], [trace.out]))
     if backward is not None and dout is not None:
-        expected = reference.attention_backward(dout[None, :, None], *one_head, scale=scale, causal=causal)
+        expected = reference.attention_backward(dout[None, :, None], *one_head, **options)
         gradients = [backward.dq, backward.dk, backward.dv]
         lines.append(_compared("dQ, dK, dV", [expected.query, expected.key, expected.value], gradients))
     return Section("the same numbers another way: largest difference", lines)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -49,14 +49,8 @@ class Model:
 
     def with_every_head(self) -> Model:
         """The same model if every query head had keys and values of its own (multi-head attention)."""
-        return Model(
-            f"{self.name}, every head its own",
-            self.layers,
-            self.heads,
-            self.heads,
-            self.head_dim,
-            self.context,
-        )
+        name = f"{self.name}, every head its own"
+        return replace(self, name=name, kv_heads=self.heads, latent=None, windowed=0, window=0)
 
     @property
     def sharing(self) -> float:
@@ -80,9 +74,8 @@ MODELS = {
         Model("qwen2.5-7b", 28, 28, 4, 128, 131072),
         Model("gemma-2-27b", 46, 32, 16, 128, 8192, windowed=23, window=4096),
         Model("falcon-7b", 32, 71, 1, 64, 2048),
-        Model(
-            "deepseek-v3", 61, 128, 128, 160, 131072, latent=512 + 64
-        ),  # a head has 128 + 64 for K and 128 for V: 2 x 160
+        # a head has 128 + 64 for K and 128 for V: 2 x 160
+        Model("deepseek-v3", 61, 128, 128, 160, 131072, latent=512 + 64),
     )
 }
 

@@ -100,26 +100,13 @@ _GPUS = {
 def _gpu(device: Device, gpu: _Gpu) -> Machine:
     cores = gpu.cores
     clock = device.flops_per_second / (cores * gpu.matmul_flops_per_clock)
-    shared = cores * SHARED_BYTES_PER_CLOCK * clock
+    shared, l2 = cores * SHARED_BYTES_PER_CLOCK * clock, L2_BYTES_PER_CLOCK * clock
+    late, hbm = f"latency: {LATENCY}", device.bytes_per_second
     levels = (
         Level("registers", 256 * KIB, cores, None, 1, "65 536 of 32 bits in each multiprocessor"),
-        Level("shared", gpu.shared_kib * KIB, cores, shared, 30, f"128 bytes a clock; latency: {LATENCY}"),
-        Level(
-            "L2",
-            gpu.l2_mib * MIB,
-            1,
-            L2_BYTES_PER_CLOCK * clock,
-            gpu.l2_cycles,
-            f"5120 bytes a clock; latency: {LATENCY}",
-        ),
-        Level(
-            "HBM",
-            gpu.memory_gb * 10**9,
-            1,
-            device.bytes_per_second,
-            gpu.memory_cycles,
-            f"{device.source}; latency: {LATENCY}",
-        ),
+        Level("shared", gpu.shared_kib * KIB, cores, shared, 30, f"128 bytes a clock; {late}"),
+        Level("L2", gpu.l2_mib * MIB, 1, l2, gpu.l2_cycles, f"5120 bytes a clock; {late}"),
+        Level("HBM", gpu.memory_gb * 10**9, 1, hbm, gpu.memory_cycles, f"{device.source}; {late}"),
     )
     special = cores * SPECIAL_PER_CLOCK * clock
     vector = gpu.vector_tflops * 1e12 / 2

@@ -10,19 +10,20 @@ import itertools
 import json
 import math
 import re
-from collections.abc import Iterable
+from dataclasses import asdict, replace
 from importlib import resources
 from typing import Any
 
 from torch import Tensor
 
+from tilewise import __version__
 from tilewise.core.fp8 import hadamard
 from tilewise.gpu.hopper.common.arguments import WARPGROUP_ROWS
 from tilewise.lab.learn import eight_bits, io_model, kv_memory, trace as tracing
 from tilewise.lab.learn.examples import EXAMPLES, Example, random_example
 from tilewise.lab.learn.io_model import Cost, Shape
 from tilewise.lab.learn.machines import MACHINES, Machine
-from tilewise.lab.learn.pipeline import Pipeline, Timeline
+from tilewise.lab.learn.pipeline import Pipeline, Span, Timeline
 
 # A module comes after those that it imports.
 SCRIPTS = (
@@ -93,18 +94,12 @@ def page_data() -> dict[str, Any]:
         "pipeline": _pipeline(),
         "kv": {"contexts": CONTEXTS, "models": [_model(model) for model in kv_memory.MODELS.values()]},
         "fp8": _fp8(),
-        "made": f"Made by tilewise learn from tilewise {_version()}. It loads nothing and sends nothing.",
+        "made": f"Made by tilewise learn from tilewise {__version__}. It loads nothing and sends nothing.",
     }
 
 
 def _part(name: str) -> str:
     return (resources.files("tilewise.lab.learn") / "page" / name).read_text(encoding="utf-8")
-
-
-def _version() -> str:
-    from importlib.metadata import version
-
-    return version("tilewise")
 
 
 def _example(example: Example) -> dict[str, Any]:
@@ -120,16 +115,9 @@ def _example(example: Example) -> dict[str, Any]:
         back = tracing.backward(query, key, value, gradient, *blocks, scale=example.scale, causal=causal)
         names = {"dq": back.dq, "dk": back.dk, "dv": back.dv}
         gradients[str(causal).lower()] = {name: t.tolist() for name, t in names.items()}
-    return {
-        "name": example.name,
+    fields = ("name", "query", "key", "value", "dout", "block_q", "block_k", "scale")
+    return {name: getattr(example, name) for name in fields} | {
         "command": RANDOM_COMMAND if example is RANDOM else f"tilewise trace --example {example.name}",
-        "query": example.query,
-        "key": example.key,
-        "value": example.value,
-        "dout": example.dout,
-        "block_q": example.block_q,
-        "block_k": example.block_k,
-        "scale": example.scale,
         "traces": traces,
         "gradients": gradients,
     }
@@ -142,7 +130,7 @@ def _finite(x: Tensor) -> list[float | None]:
 
 def _costs(seqlen: int, head_dim: int) -> dict[str, Any]:
     shape = Shape(seqlen, seqlen, head_dim)
-    costs: Iterable[Cost] = (
+    costs = (
         io_model.standard(shape),
         io_model.fa2(shape),
         io_model.backward_storing(shape),
@@ -171,32 +159,20 @@ def _machine(machine: Machine) -> dict[str, Any]:
         "bytes_per_second": machine.device.bytes_per_second,
         "clock_hz": machine.clock_hz,
         "fast_kib": machine.fast_level.bytes // 1024,
-        "levels": [
-            {
-                "name": level.name,
-                "bytes": level.bytes,
-                "units": level.units,
-                "bytes_per_second": level.bytes_per_second,
-                "latency_cycles": level.latency_cycles,
-            }
-            for level in machine.levels
-        ],
+        "levels": [asdict(level) for level in machine.levels],
     }
 
 
 def _model(model: kv_memory.Model) -> dict[str, Any]:
-    fields = ("name", "layers", "heads", "head_dim", "windowed", "window", "numbers_per_token")
-    return {name: getattr(model, name) for name in fields} | {"bytes_per_token": model.bytes_per_token()}
+    sizes = {"numbers_per_token": model.numbers_per_token, "bytes_per_token": model.bytes_per_token()}
+    return asdict(model) | sizes
 
 
 def _fp8() -> dict[str, Any]:
     """Inputs without outliers, the rotation's signs, and Python's errors for each size of the outliers."""
-    query, key, value = eight_bits.example(outlier=1)
     errors = {n: eight_bits.walk(*eight_bits.example(n)).rms_errors() for n in OUTLIERS}
     return {
-        "query": query.tolist(),
-        "key": key.tolist(),
-        "value": value.tolist(),
+        **{name: t.tolist() for name, t in zip(("query", "key", "value"), eight_bits.example(outlier=1))},
         "signs": hadamard(eight_bits.HEAD_DIM)[:, 0].int().tolist(),
         "outliers": OUTLIERS,
         "errors": errors,
@@ -205,37 +181,30 @@ def _fp8() -> dict[str, Any]:
 
 def _pipeline() -> dict[str, Any]:
     """Schedules around the kernel's own configuration of each head_dim."""
-    schedules, lanes, kinds = [], [], []
     kernels = {head_dim: Pipeline.of_kernel(head_dim) for head_dim in HEAD_DIMS}
     warpgroups = sorted({1, 2, 3, *(kernel.warpgroups for kernel in kernels.values())})
     depths = sorted({1, 2, 3, *(kernel.stages for kernel in kernels.values())})
-    for head_dim, kernel in kernels.items():
+    timelines = [
+        replace(kernel, warpgroups=groups, stages=stages, overlap=overlap, ping_pong=ping_pong).run()
+        for kernel in kernels.values()
         for groups, stages, overlap, ping_pong in itertools.product(
             warpgroups, depths, (True, False), (False, True)
-        ):
-            changed = Pipeline(head_dim, kernel.block_n, groups, stages, overlap, ping_pong, kernel.key_tiles)
-            timeline = changed.run()
-            lanes += [span.lane for span in timeline.spans]
-            kinds += [span.kind for span in timeline.spans]
-            schedules.append(_summary(timeline) | {"spans": timeline.spans})
-    lanes, kinds = list(dict.fromkeys(lanes)), list(dict.fromkeys(kinds))
-    for schedule in schedules:
-        schedule["spans"] = [
-            (
-                lanes.index(span.lane),
-                kinds.index(span.kind),
-                span.tile,
-                round(span.start, 1),
-                round(span.end, 1),
-            )
-            for span in schedule["spans"]
-        ]
+        )
+    ]
+    spans = [span for timeline in timelines for span in timeline.spans]
+    lanes = list(dict.fromkeys(span.lane for span in spans))
+    kinds = list(dict.fromkeys(span.kind for span in spans))
+
+    def numbers(span: Span) -> tuple[float, ...]:
+        places = lanes.index(span.lane), kinds.index(span.kind), span.tile
+        return *places, round(span.start, 1), round(span.end, 1)
+
     return {
         "kernel": {head_dim: _summary(kernel.run()) for head_dim, kernel in kernels.items()},
         "rows": WARPGROUP_ROWS,
         "lanes": lanes,
         "kinds": kinds,
-        "schedules": schedules,
+        "schedules": [_summary(t) | {"spans": [numbers(span) for span in t.spans]} for t in timelines],
     }
 
 

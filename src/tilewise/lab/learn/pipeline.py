@@ -71,15 +71,13 @@ class Pipeline:
     @property
     def product_cycles(self) -> float:
         """Of one warpgroup's Q K^T or P V, with the tensor cores to itself."""
-        clock = self.machine.clock_hz or 1.0
-        rate = self.machine.device.flops_per_second / self.machine.cores / clock
+        rate = self._per_cycle(self.machine.device.flops_per_second)
         return 2 * WARPGROUP_ROWS * self.block_n * self.head_dim / rate
 
     @property
     def softmax_cycles(self) -> float:
         """Exponentials, and the arithmetic around them, of one warpgroup's tile of scores."""
-        clock = self.machine.clock_hz or 1.0
-        special = self.machine.special_per_second / self.machine.cores / clock
+        special = self._per_cycle(self.machine.special_per_second)
         return WARPGROUP_ROWS * self.block_n * (1 / special + VECTOR_OPS / VECTOR_LANES)
 
     @property
@@ -90,10 +88,14 @@ class Pipeline:
     @property
     def copy_cycles(self) -> float:
         """Of one tile of K or V at this multiprocessor's share of the L2 bandwidth."""
-        cache, clock = self.machine.cache, self.machine.clock_hz or 1.0
+        cache = self.machine.cache
         of_cache = None if cache is None else cache.bytes_per_second
-        rate = (of_cache or self.machine.device.bytes_per_second) / self.machine.cores / clock
+        rate = self._per_cycle(of_cache or self.machine.device.bytes_per_second)
         return self.block_n * self.head_dim * 2 / rate
+
+    def _per_cycle(self, per_second: float) -> float:
+        """One multiprocessor's share of a rate."""
+        return per_second / self.machine.cores / (self.machine.clock_hz or 1.0)
 
     @property
     def copy_latency(self) -> float:
@@ -275,18 +277,12 @@ class _Run:
 
     def _warpgroup(self, w: int) -> Role:
         p, lane = self.pipeline, f"warpgroup {w}"
-        yield from self._my_turn(w, 0)
-        scores = yield from self._scores(lane, 0)
-        self._pass_turn(w, 0)
-        yield from self._wait(scores, lane, 0)
-        self._happen(self.empty["K", 0, w])
-        yield self._start(self.arithmetic, p.softmax_cycles, lane, "softmax", 0)
-        for j in range(1, p.key_tiles):
+        for j in range(p.key_tiles):
             yield from self._my_turn(w, j)
-            if not p.overlap:
+            if j and not p.overlap:
                 yield from self._finish_tile(w, lane, j - 1)
-            scores = yield from self._scores(lane, j)
-            product = (yield from self._product(lane, j - 1)) if p.overlap else None
+            scores = yield from self._product(lane, "K", j)
+            product = (yield from self._product(lane, "V", j - 1)) if j and p.overlap else None
             self._pass_turn(w, j)
             yield from self._wait(scores, lane, j)
             self._happen(self.empty["K", j, w])
@@ -294,21 +290,20 @@ class _Run:
             if product is not None:
                 yield from self._wait(product, lane, j - 1)
                 self._happen(self.empty["V", j - 1, w])
-            yield self._start(self.arithmetic, p.rescale_cycles, lane, "rescale", j)
+            if j:
+                yield self._start(self.arithmetic, p.rescale_cycles, lane, "rescale", j)
         yield from self._my_turn(w, p.key_tiles)
         yield from self._finish_tile(w, lane, p.key_tiles - 1)
         self._pass_turn(w, p.key_tiles)
 
-    def _scores(self, lane: str, j: int) -> Generator[_Event, None, _Event]:
-        yield from self._wait(self.full["K", j], lane, j)
-        return self._start(self.tensor_cores, self.pipeline.product_cycles, lane, "Q K", j)
-
-    def _product(self, lane: str, j: int) -> Generator[_Event, None, _Event]:
-        yield from self._wait(self.full["V", j], lane, j)
-        return self._start(self.tensor_cores, self.pipeline.product_cycles, lane, "P V", j)
+    def _product(self, lane: str, name: str, j: int) -> Generator[_Event, None, _Event]:
+        """Q K^T or P V, once the tile of K or V has arrived."""
+        yield from self._wait(self.full[name, j], lane, j)
+        kind = {"K": "Q K", "V": "P V"}[name]
+        return self._start(self.tensor_cores, self.pipeline.product_cycles, lane, kind, j)
 
     def _finish_tile(self, w: int, lane: str, j: int) -> Role:
-        product = yield from self._product(lane, j)
+        product = yield from self._product(lane, "V", j)
         yield from self._wait(product, lane, j)
         self._happen(self.empty["V", j, w])
 

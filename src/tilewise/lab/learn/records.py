@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
@@ -121,17 +121,13 @@ class Trace:
 
     def loads(self) -> Counter[str]:
         """Elements read from slow memory, by tensor."""
-        return _total([*(step.loads for step in self.steps), *(final.loads for final in self.finals)])
+        loads = [*(step.loads for step in self.steps), *(final.loads for final in self.finals)]
+        return sum(map(Counter, loads), Counter())
 
     def stores(self) -> Counter[str]:
         """Elements written to slow memory, by tensor."""
-        return _total(
-            [
-                self.initial_stores,
-                *(step.stores for step in self.steps),
-                *(final.stores for final in self.finals),
-            ]
-        )
+        stores = [*(step.stores for step in self.steps), *(final.stores for final in self.finals)]
+        return sum(map(Counter, stores), Counter(self.initial_stores))
 
     def __str__(self) -> str:
         return show.as_text(show.forward_sections(self))
@@ -206,10 +202,3 @@ def _assemble(steps: Sequence[AnyStep], name: str, shape: tuple[int, int], fill:
     for step in steps:
         matrix[as_slice(step.tile.rows), as_slice(step.tile.cols)] = getattr(step, name)
     return matrix
-
-
-def _total(parts: Iterable[Mapping[str, int]]) -> Counter[str]:
-    total: Counter[str] = Counter()
-    for part in parts:
-        total.update(part)
-    return total

@@ -262,12 +262,10 @@ def under_the_roof(costs: Sequence[Cost], machine: Machine, path: Path) -> None:
 @contextmanager
 def _axes(path: Path, title: str, xlabel: str, ylabel: str) -> Iterator[Any]:
     """Logarithmic axes, saved to `path` when they are drawn."""
-    import matplotlib
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(7.5, 6.5))
+    figure = Figure(figsize=(7.5, 6.5))
+    axes = figure.subplots()
     axes.set(xscale="log", yscale="log", title=title, xlabel=xlabel, ylabel=ylabel)
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(alpha=0.25)
@@ -278,5 +276,3 @@ def _axes(path: Path, title: str, xlabel: str, ylabel: str) -> Iterator[Any]:
         figure.savefig(path, dpi=130)
     except (OSError, ValueError) as error:
         raise BenchError(f"--plot {path}: {error}") from error
-    finally:
-        plt.close(figure)

@@ -101,6 +101,13 @@ def counted(number: int, one: str, many: str | None = None) -> str:
     return f"{number} {one if number == 1 else many or one + 's'}"
 
 
+def duration(seconds: float) -> str:
+    for unit, size in (("s", 1.0), ("ms", 1e-3)):
+        if seconds >= size:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds * 1e6:.3g} us"
+
+
 def _heading(trace: Trace) -> Section:
     outer = "keys outer, queries inner" if trace.order == "fa1" else "queries outer, keys inner"
     kept = "after each step" if trace.normalize == "each_step" else "once, at the end"

@@ -158,9 +158,24 @@ def backward(
         raise ValueError(f"dout must have the output's shape {shape}, got {tuple(dout.shape)}")
     operands = _operands(query, key, value, block_q, block_k, scale, causal)
     do = dout.detach().to("cpu", torch.float64)
-    walk = _BackwardWalk(operands, trace, do, (do * trace.out).sum(-1))
-    steps = tuple(walk.step(step.tile) for step in trace.steps)
-    return BackwardTrace(walk.dq * operands.scale, walk.dk, walk.dv, walk.delta, steps, trace)
+    delta, scale = (do * trace.out).sum(-1), operands.scale
+    # dq lacks its factor of scale, as in the CPU backend
+    sums = dq, dk, dv = tuple(torch.zeros_like(t) for t in (operands.q, operands.k, operands.v))
+
+    def step(tile: Tile) -> BackwardStep:
+        rows, cols = as_slice(tile.rows), as_slice(tile.cols)
+        q, k, v = operands.q[None, rows], operands.k[None, cols], operands.v[None, cols]
+        dq_tile, dk_tile, dv_tile = (t[None, part] for t, part in zip(sums, (rows, cols, cols)))
+        shift, factor = shift_and_factor(trace.lse[rows][None, :, None])
+        s = operands.scores(tile)
+        p, dp = tiled.recompute_step(s.clone(), v, shift, do[None, rows], dv_tile, None, factor)
+        recorded_dp = dp[0].clone()
+        ds = tiled.gradient_step(p, dp, delta[None, rows, None], q, k, dq_tile, dk_tile)
+        so_far = (dq_tile[0] * scale, dk_tile[0].clone(), dv_tile[0].clone())
+        return BackwardStep(tile, s[0], p[0], recorded_dp, ds[0], *so_far)
+
+    steps = tuple(step(done.tile) for done in trace.steps)
+    return BackwardTrace(dq * scale, dk, dv, delta, steps, trace)
 
 
 @dataclass(frozen=True, eq=False)
@@ -263,35 +278,6 @@ class _ForwardWalk:
             return (query | keys if is_new else keys), {}
         state = {"o": len(tile.rows) * dim_v, "l": len(tile.rows), "m": len(tile.rows)}
         return (keys | query | state if is_new else query | state), state  # Algorithm 1, lines 6, 8, 12, 13
-
-
-@dataclass(eq=False)
-class _BackwardWalk:
-    """The gradients while they accumulate; dq lacks its factor of scale, as in the CPU backend."""
-
-    operands: _Operands
-    forward: Trace
-    do: Tensor
-    delta: Tensor
-    dq: Tensor = field(init=False)
-    dk: Tensor = field(init=False)
-    dv: Tensor = field(init=False)
-
-    def __post_init__(self) -> None:
-        operands = self.operands
-        self.dq, self.dk, self.dv = (torch.zeros_like(t) for t in (operands.q, operands.k, operands.v))
-
-    def step(self, tile: Tile) -> BackwardStep:
-        rows, cols = as_slice(tile.rows), as_slice(tile.cols)
-        q, k, v = self.operands.q[None, rows], self.operands.k[None, cols], self.operands.v[None, cols]
-        dq, dk, dv = self.dq[None, rows], self.dk[None, cols], self.dv[None, cols]
-        shift, factor = shift_and_factor(self.forward.lse[rows][None, :, None])
-        s = self.operands.scores(tile)
-        p, dp = tiled.recompute_step(s.clone(), v, shift, self.do[None, rows], dv, None, factor)
-        recorded_dp = dp[0].clone()
-        ds = tiled.gradient_step(p, dp, self.delta[None, rows, None], q, k, dq, dk)
-        sums = (dq[0] * self.operands.scale, dk[0].clone(), dv[0].clone())
-        return BackwardStep(tile, s[0], p[0], recorded_dp, ds[0], *sums)
 
 
 def _operands(

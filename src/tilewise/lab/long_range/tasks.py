@@ -15,6 +15,7 @@ from __future__ import annotations
 import functools
 import math
 import random
+import statistics
 import sysconfig
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -69,13 +70,9 @@ class Task:
         return Batch(tokens, labels)
 
 
-def _median(values: list[int]) -> int:
-    middle = len(values) // 2
-    values = sorted(values)
-    return values[middle] if len(values) % 2 else (values[middle - 1] + values[middle]) // 2
-
-
-OPERATIONS: tuple[Callable[[list[int]], int], ...] = (min, max, _median, lambda values: sum(values) % 10)
+OPERATIONS: tuple[Callable[[list[int]], int], ...] = (
+    min, max, lambda values: int(statistics.median(values)), lambda values: sum(values) % 10,
+)  # fmt: skip
 DIGIT, OPEN, CLOSE = 1, 11, 15  # the first token of each sort; as many operations open as there are
 MOST_DEPTH, MOST_ARGUMENTS, NESTED = 10, 10, 0.25
 FEW = 4  # an expression has more than this part of the tokens that it may have

@@ -27,8 +27,8 @@ def mask(
     block: Annotated[
         int | None, typer.Option(min=1, help="Queries and keys of a tile; default: 1/16.")
     ] = None,
-    b: Annotated[int, typer.Option("--b", min=0, help="The batch entry.")] = 0,
-    h: Annotated[int, typer.Option("--h", min=0, help="The head.")] = 0,
+    b: Annotated[int, typer.Option(min=0, help="The batch entry.")] = 0,
+    h: Annotated[int, typer.Option(min=0, help="The head.")] = 0,
     plot: Annotated[Path | None, typer.Option(help="Draw into this file: .svg, .png or .pdf.")] = None,
 ) -> None:
     """Show the tiles that a mask function leaves."""
@@ -94,10 +94,6 @@ def as_text(kinds: Any) -> str:
     lines = []
     for r in range(0, rows, step):
         cells = [kinds[r : r + step, c : c + step] for c in range(0, columns, step)]
-        lines.append("".join(2 * SIGNS[_together(int(x.min()), int(x.max()))] for x in cells).rstrip())
+        ends = [(int(x.min()), int(x.max())) for x in cells]  # several tiles are partial unless all are alike
+        lines.append("".join(2 * SIGNS[most if least == most else 1] for least, most in ends).rstrip())
     return "\n".join(lines)
-
-
-def _together(least: int, most: int) -> int:
-    """The kind of several tiles: partial unless all are alike."""
-    return most if least == most else 1

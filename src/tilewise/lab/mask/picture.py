@@ -91,19 +91,15 @@ def draw_score(score_mod: Callable[..., Any], length: int, path: Path, h: int = 
 
 def _figure(path: Path) -> tuple[Any, Any]:
     import matplotlib
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
     matplotlib.rcParams["svg.hashsalt"] = path.name  # the same file from the same function
-    import matplotlib.pyplot as plt
-
-    return plt.subplots(figsize=(4.6, 2.6))
+    figure = Figure(figsize=(4.6, 2.6))
+    return figure, figure.subplots()
 
 
 def _save(figure: Any, path: Path) -> None:
-    import matplotlib.pyplot as plt
-
     figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None, bbox_inches="tight")
-    plt.close(figure)
 
 
 def shares(kinds: Tensor) -> tuple[float, float, float]:

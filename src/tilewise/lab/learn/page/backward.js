@@ -1,6 +1,6 @@
 // Part 4: the backward pass by recomputation, and what storing would have cost.
 
-import { announce, byId, bytes, command, count, el, matrix, stepper, table } from "./elements.js";
+import { byId, bytes, command, count, difference, matrix, say, stepper, table } from "./elements.js";
 import { backward, largestDifference } from "./arithmetic.js";
 import { traceCommand } from "./tiles.js";
 
@@ -11,29 +11,24 @@ export function backwardPart(data) {
   function draw(position) {
     if (position === 0) return beginning();
     const step = pass.steps[position - 1], { rows, cols } = step.tile;
-    const says = `Step ${position}: queries ${rows[0]} to ${rows[1] - 1} against keys ${cols[0]} to ${cols[1] - 1}. p comes back from q, k and lse; dp = dO Vᵀ; ds = p · (dp − D).`;
-    byId("backward-says").textContent = says;
-    announce(says);
+    const said = say("backward-says", `Step ${position}: queries ${rows[0]} to ${rows[1] - 1} against keys ${cols[0]} to ${cols[1] - 1}. p comes back from q, k and lse; dp = dO Vᵀ; ds = p · (dp − D).`);
     const heads = { rowHead: (r) => `q${rows[0] + r}`, colHead: (c) => `k${cols[0] + c}`, look: () => "now" };
     byId("backward-tile").replaceChildren(
       matrix("s, again", step.s, heads), matrix("p = exp(s − lse)", step.p, heads),
       matrix("dp = dO Vᵀ", step.dp, heads), matrix("ds = p · (dp − D)", step.ds, heads),
     );
     sums(step, step.tile);
-    return says;
+    return said;
   }
 
   function beginning() {
-    const says = "Before the tiles: D = rowsum(dO · O), one number per query, takes the place of a row of P · dP.";
-    byId("backward-says").textContent = says;
-    announce(says);
     byId("backward-tile").replaceChildren(
       matrix("D = rowsum(dO · O)", pass.delta.map((x) => [x]), { look: () => "now", rowHead: (r) => `q${r}` }),
       matrix("lse, kept by the forward", pass.forward.lse.map((x) => [x]), { look: () => "done", rowHead: (r) => `q${r}` }),
     );
     const zero = (rows) => rows.map((row) => row.map(() => 0));
     sums({ dq: zero(pass.dq), dk: zero(pass.dk), dv: zero(pass.dv) }, null);
-    return says;
+    return say("backward-says", "Before the tiles: D = rowsum(dO · O), one number per query, takes the place of a row of P · dP.");
   }
 
   function sums({ dq, dk, dv }, tile) {
@@ -69,15 +64,10 @@ export function backwardPart(data) {
     command(byId("backward-trace"), traceCommand({ example, settings, inputs, dout }));
     if (!isSame) return (line.textContent = "");
     const { dq, dk, dv } = example.gradients[String(settings.causal)];
-    const difference = Math.max(largestDifference(pass.dq, dq), largestDifference(pass.dk, dk), largestDifference(pass.dv, dv));
-    line.replaceChildren(
-      "Largest difference of dQ, dK and dV from Python's trace: ",
-      el("b", { class: difference < 1e-6 ? "good" : "bad" }, difference === 0 ? "0" : difference.toExponential(1)),
-      ".",
-    );
+    const worst = Math.max(largestDifference(pass.dq, dq), largestDifference(pass.dk, dk), largestDifference(pass.dv, dv));
+    line.replaceChildren("Largest difference of dQ, dK and dV from Python's trace: ", difference(worst, 1e-6), ".");
   }
 
-  byId("backward").querySelector("form").addEventListener("submit", (event) => event.preventDefault());
   slider.addEventListener("input", compare);
   compare();
   return (given) => {

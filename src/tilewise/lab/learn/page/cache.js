@@ -65,9 +65,7 @@ function growth(data) {
     );
   }
 
-  const form = byId("cache").querySelector("form");
-  form.addEventListener("submit", (event) => event.preventDefault());
-  form.addEventListener("input", update);
+  byId("cache").querySelector("form").addEventListener("input", update);
   update();
 }
 

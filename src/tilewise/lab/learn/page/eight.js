@@ -1,9 +1,10 @@
 // Part 7: attention in 8 bits, as it is and rotated.
 
-import { byId, command, el, figure, matrix, number, options, svg, table } from "./elements.js";
-import { checkInputs, largestDifference, parseMatrix } from "./arithmetic.js";
+import { attempt, byId, command, difference, el, figure, matrix, number, options, small, svg, table } from "./elements.js";
+import { largestDifference } from "./arithmetic.js";
 import { bitsOf, rms, roundE4m3, roundWeight, spacing, walk } from "./fp8.js";
 import { ownFp8Command } from "./own_command.js";
+import { typedInputs } from "./walk_inputs.js";
 
 const SHOWN = 8; // columns of a query in the tables
 const MOST = 1e6; // of what is typed: sums of products stay far from float32's end
@@ -92,9 +93,8 @@ export function eightPart({ fp8 }) {
 
   function facts() {
     const { plain, rotated, scores, out } = shown;
-    const difference = largestDifference(rotated.unrounded, scores);
     byId("eight-exact").innerHTML =
-      `Before rounding the rotation changes no score: (q H)(k H)ᵀ / ${rotated.q[0].length} is q kᵀ, with a largest difference of <b>${difference === 0 ? "0" : difference.toExponential(1)}</b>. ` +
+      `Before rounding the rotation changes no score: (q H)(k H)ᵀ / ${rotated.q[0].length} is q kᵀ, with a largest difference of <b>${small(largestDifference(rotated.unrounded, scores))}</b>. ` +
       `After rounding one column has <b>${percent(Math.max(...plain.shares))}</b> of the scores' squared error as they are, and at most <b>${percent(Math.max(...rotated.shares))}</b> rotated.`;
     const row = (name, exact, a, b) => [name, number(rms(exact)), number(rms(a)), number(rms(b)), el("b", {}, gain(rms(a), rms(b)))];
     const rows = [row("scores", scores, plain.errors, rotated.errors), row("output", out, plain.outErrors, rotated.outErrors)];
@@ -107,10 +107,10 @@ export function eightPart({ fp8 }) {
     if (isOwn) return (line.textContent = "Computed in this page alone: Python's numbers for these inputs are a command away.");
     const expected = fp8.errors[size];
     const found = { "plain scores": shown.plain.errors, "rotated scores": shown.rotated.errors, "plain out": shown.plain.outErrors, "rotated out": shown.rotated.outErrors };
-    const difference = Math.max(...Object.entries(found).map(([name, errors]) => Math.abs(rms(errors) - expected[name])));
+    const worst = Math.max(...Object.entries(found).map(([name, errors]) => Math.abs(rms(errors) - expected[name])));
     line.replaceChildren(
       "Computed live in this page. Largest difference from the root mean squares of ", el("code", {}, "tilewise.fp8"), ": ",
-      el("b", { class: difference < 1e-9 ? "good" : "bad" }, difference === 0 ? "0" : difference.toExponential(1)), ".",
+      difference(worst, 1e-9), ".",
     );
   }
 
@@ -121,31 +121,17 @@ export function eightPart({ fp8 }) {
       const times = (rows) => rows.map(([first, ...others]) => [first * byId("eight-size").value, ...others]);
       return { query: times(fp8.query), key: times(fp8.key), value: fp8.value };
     }
-    const parsed = Object.fromEntries(Object.entries(FIELDS).map(([name, id]) => {
-      try {
-        return [name, parseMatrix(byId(id).value, { maxCols: fp8.signs.length })];
-      } catch (error) {
-        throw new Error(`${name[0].toUpperCase() + name.slice(1)} ${error.message}.`);
-      }
-    }));
-    checkInputs(parsed);
+    const parsed = typedInputs(FIELDS, { maxCols: fp8.signs.length });
     if (Object.values(parsed).flat(2).some((x) => Math.abs(x) > MOST)) throw new Error("Numbers must be at most a million in size.");
     return parsed;
   }
 
   function update() {
-    const slider = byId("eight-size"), error = byId("eight-error");
+    const slider = byId("eight-size");
     slider.disabled = isOwn();
     byId("eight-size-says").textContent = isOwn() ? "as typed" : `times ${slider.value}`;
     slider.setAttribute("aria-valuetext", `times ${slider.value}`);
-    try {
-      shown = walk(inputs(), fp8.signs);
-      error.hidden = true;
-    } catch (problem) {
-      error.textContent = problem.message;
-      error.hidden = false;
-      return;
-    }
+    if (!attempt("eight-error", () => (shown = walk(inputs(), fp8.signs)))) return;
     query = Math.min(query, shown.scores.length - 1);
     options(byId("eight-query"), shown.scores.map((_, r) => [String(r), `q${r}`]), String(query));
     draw();
@@ -162,7 +148,6 @@ export function eightPart({ fp8 }) {
   for (const [name, id] of Object.entries(FIELDS)) byId(id).value = OWN[name];
   options(byId("eight-inputs"), [["random", "random"], ["own", "my own"]], "random");
   Object.assign(byId("eight-size"), { min: fp8.outliers[0], max: fp8.outliers.at(-1), value: 8 });
-  byId("eight").querySelectorAll("form").forEach((form) => form.addEventListener("submit", (event) => event.preventDefault()));
   byId("eight-query").addEventListener("input", (event) => ((query = Number(event.target.value)), draw()));
   byId("eight-size").addEventListener("input", update);
   byId("eight-inputs").addEventListener("input", () => ((byId("eight-own").open = isOwn()), update()));

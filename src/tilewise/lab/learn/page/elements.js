@@ -20,6 +20,26 @@ export const byId = (id) => document.getElementById(id);
 // Screen readers hear `text`; the eye sees what changed.
 export const announce = (text) => (byId("announcer").textContent = text);
 
+// What a step says: seen, heard, and given back.
+export function say(id, html) {
+  byId(id).innerHTML = html;
+  announce(byId(id).textContent);
+  return byId(id).textContent;
+}
+
+// Whether `work` went well; what it throws stands in the element of this id.
+export function attempt(id, work, sentence = (message) => message) {
+  const place = byId(id);
+  try {
+    work();
+    place.hidden = true;
+  } catch (problem) {
+    place.textContent = sentence(problem.message);
+    place.hidden = false;
+  }
+  return place.hidden;
+}
+
 export function number(x, digits = 4) {
   if (x === null) return "";
   if (x === Infinity) return "∞";
@@ -29,6 +49,9 @@ export function number(x, digits = 4) {
   const text = Math.abs(x) < 0.5 * 10 ** -digits || Math.abs(x) >= 1e6 ? x.toExponential(digits - 1) : x.toFixed(digits);
   return text.replace("-", "−");
 }
+
+export const small = (x) => (x === 0 ? "0" : x.toExponential(1));
+export const difference = (x, limit) => el("b", { class: x < limit ? "good" : "bad" }, small(x));
 
 export function bytes(count) {
   const units = ["B", "kB", "MB", "GB", "TB", "PB"];
@@ -60,14 +83,15 @@ export function matrix(caption, rows, { look = () => "", digits = 3, rowHead, co
   return el("table", { class: "matrix" }, el("caption", {}, caption), head, el("tbody", {}, body));
 }
 
-export function table(caption, header, rows) {
+// `look(r)` gives classes of a row.
+export function table(caption, header, rows, look = () => null) {
   const cells = (tag, row) => row.map((x, n) => el(n === 0 ? "th" : tag, { scope: n === 0 && tag === "td" ? "row" : tag === "th" ? "col" : null }, x));
   return el(
     "table",
     { class: "facts" },
     el("caption", {}, caption),
     el("thead", {}, el("tr", {}, cells("th", header))),
-    el("tbody", {}, rows.map((row) => el("tr", {}, cells("td", row)))),
+    el("tbody", {}, rows.map((row, r) => el("tr", { class: look(r) }, cells("td", row)))),
   );
 }
 

@@ -21,4 +21,5 @@ memoryPart(data);
 pipelinePart(data);
 cachePart(data);
 eightPart(data);
+document.querySelectorAll("form").forEach((form) => form.addEventListener("submit", (event) => event.preventDefault()));
 byId("made").textContent = data.made;

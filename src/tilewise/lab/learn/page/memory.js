@@ -99,7 +99,6 @@ export function memoryPart(data) {
     frame = null;
   }
 
-  byId("memory").querySelector("form").addEventListener("submit", (event) => event.preventDefault());
   byId("memory-machine").addEventListener("input", () => (drawLevels(), update()));
   byId("memory-dim").addEventListener("input", update);
   slider.addEventListener("input", update);

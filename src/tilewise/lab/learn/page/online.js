@@ -1,6 +1,6 @@
 // Part 2: online softmax on a number line, and float32 with and without the maximum.
 
-import { announce, byId, command, el, figure, number, options, stepper, svg, table } from "./elements.js";
+import { attempt, byId, command, el, figure, number, options, say, stepper, svg, table } from "./elements.js";
 import { ownCommand } from "./own_command.js";
 import { cut, parseMatrix, softmax32 } from "./arithmetic.js";
 
@@ -17,10 +17,8 @@ export function onlinePart(examples) {
     position = next;
     const state = states[position];
     const old = position > 0 ? states[position - 1] : null;
-    byId("online-says").innerHTML = old ? sentence(old, state) : "Nothing seen: m = −∞ and ℓ = 0.";
-    announce(byId("online-says").textContent);
     drawLine();
-    return byId("online-says").textContent;
+    return say("online-says", old ? sentence(old, state) : "Nothing seen: m = −∞ and ℓ = 0.");
   }
 
   const sentence = (old, state) =>
@@ -89,20 +87,15 @@ export function onlinePart(examples) {
   }
 
   function update() {
-    const error = byId("online-error");
-    try {
+    const read = () => {
       const parsed = parseMatrix(byId("online-scores").value, { maxCols: 16 });
       const block = Number(byId("online-block").value);
       if (parsed.length !== 1) throw new Error("must be one row");
       if (!Number.isInteger(block) || block < 1) throw new Error("need tiles of at least one key");
       scores = parsed[0];
       states = walk(scores, block);
-      error.hidden = true;
-    } catch (problem) {
-      error.textContent = `The scores: ${problem.message}.`;
-      error.hidden = false;
-      return;
-    }
+    };
+    if (!attempt("online-error", read, (message) => `The scores: ${message}.`)) return;
     steps.restart(states.length - 1, 1);
     float32();
     const example = byName[byId("online-example").value];
@@ -120,7 +113,6 @@ export function onlinePart(examples) {
     byId("online-scores").value = example.key.map((row) => row[0]).join(" ");
     byId("online-block").value = example.block_k;
   };
-  byId("online").querySelector("form").addEventListener("submit", (event) => event.preventDefault());
   byId("online-example").addEventListener("input", (event) => (choose(event.target.value), update()));
   byId("online-scores").addEventListener("input", () => ((byId("online-example").value = "own"), update()));
   byId("online-block").addEventListener("input", update);

@@ -112,9 +112,7 @@ export function pipelinePart(data) {
   byId("pipeline-legend").replaceChildren(
     ...Object.values(KINDS).map(([text, colour]) => el("span", {}, el("i", { style: `--colour:${colour}` }), text)),
   );
-  const form = byId("pipeline").querySelector("form");
-  form.addEventListener("submit", (event) => event.preventDefault());
-  form.addEventListener("input", (event) => (event.target.id === ids.dim ? asKernel() : update()));
+  byId("pipeline").querySelector("form").addEventListener("input", (event) => (event.target.id === ids.dim ? asKernel() : update()));
   byId("pipeline-reset").addEventListener("click", asKernel);
   asKernel();
 }

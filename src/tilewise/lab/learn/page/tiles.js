@@ -1,6 +1,6 @@
 // Part 1: the forward pass, tile by tile.
 
-import { announce, byId, command, count, el, matrix, number, stepper } from "./elements.js";
+import { byId, command, count, difference, el, matrix, number, say, stepper, table } from "./elements.js";
 import { ownCommand } from "./own_command.js";
 import { cut, forward, isVisible, largestDifference } from "./arithmetic.js";
 
@@ -11,9 +11,7 @@ export function tilesPart() {
   function draw(position) {
     const isEnd = position > pass.steps.length;
     const step = position >= 1 && !isEnd ? pass.steps[position - 1] : null;
-    const says = step ? sentence(step, position) : isEnd ? ending() : beginning();
-    byId("tiles-says").innerHTML = says;
-    announce(byId("tiles-says").textContent);
+    const said = say("tiles-says", step ? sentence(step, position) : isEnd ? ending() : beginning());
     byId("tiles-scores").replaceChildren(scoreTable(position, step));
     byId("tiles-operands").replaceChildren(...operandTables(step));
     byId("tiles-state").replaceChildren(stateTable(step, isEnd, position));
@@ -21,7 +19,7 @@ export function tilesPart() {
     byId("tiles-moved").textContent =
       `Moved so far between slow and fast memory: ${count(moved.read)} numbers read, ${count(moved.written)} written. ` +
       `Standard attention would read and write S and P: ${count(4 * pass.shape.seqlenQ * pass.shape.seqlenK)} on top of Q, K, V and O.`;
-    return byId("tiles-says").textContent;
+    return said;
   }
 
   const place = ([start, end]) => (end - start === 1 ? `${start}` : `${start}–${end - 1}`);
@@ -82,17 +80,11 @@ export function tilesPart() {
 
   function stateTable(step, isEnd, position) {
     const spans = cut(pass.shape.seqlenQ, given.settings.blockQ);
-    const rows = spans.flatMap(([start, end], tile) =>
-      Array.from({ length: end - start }, (_, r) => stateRow(start + r, tile, r, step, isEnd, position)),
-    );
+    const places = spans.flatMap(([start, end], tile) => Array.from({ length: end - start }, (_, r) => [start + r, tile, r]));
     const header = ["query", "m", "c", "ℓ", "acc", isEnd ? "out = acc / ℓ" : "acc / ℓ, were this the end"];
     if (isEnd) header.push("lse");
-    return el(
-      "table", { class: "facts" },
-      el("caption", {}, "What each query keeps"),
-      el("thead", {}, el("tr", {}, header.map((text) => el("th", { scope: "col" }, text)))),
-      el("tbody", {}, rows),
-    );
+    const rows = places.map((place) => stateRow(...place, step, isEnd, position));
+    return table("What each query keeps", header, rows, (n) => (step !== null && step.tile.i === places[n][1] ? "now" : ""));
   }
 
   function stateRow(query, tile, r, step, isEnd, position) {
@@ -105,6 +97,7 @@ export function tilesPart() {
     const vector = (xs) => xs.map((x) => number(x, 3)).join("  ");
     const out = acc.map((x) => x / (l === 0 ? 1 : l));
     const cells = [
+      `q${query}`,
       changed(isNow ? step.mOld[r] : m, m),
       isNow ? number(step.correction[r]) : "",
       changed(isNow ? step.lOld[r] : l, l),
@@ -112,7 +105,7 @@ export function tilesPart() {
       vector(out),
     ];
     if (isEnd) cells.push(number(m + Math.log(l)));
-    return el("tr", { class: isNow ? "now" : "" }, el("th", { scope: "row" }, `q${query}`), cells.map((cell) => el("td", {}, cell)));
+    return cells;
   }
 
   return (next) => {
@@ -131,13 +124,13 @@ function showCheck({ example, settings }, pass) {
   const line = byId("tiles-check");
   if (!isSame) return (line.textContent = "Computed in this page alone: Python's trace of these inputs is a command away.");
   const expected = example.traces[key];
-  const difference = Math.max(
+  const worst = Math.max(
     largestDifference(pass.out, expected.out),
     largestDifference([pass.lse], [expected.lse.map((x) => (x === null ? -Infinity : x))]),
   );
   line.replaceChildren(
     "Computed live in this page. Largest difference from Python's trace: ",
-    el("b", { class: difference < 1e-6 ? "good" : "bad" }, difference === 0 ? "0" : difference.toExponential(1)), ".",
+    difference(worst, 1e-6), ".",
   );
 }
 

@@ -1,10 +1,24 @@
 // The inputs and settings of the walk: an example, or what the reader typed. Parts 1 and 4 share them.
 
-import { byId, options } from "./elements.js";
+import { attempt, byId, options } from "./elements.js";
 import { checkInputs, parseMatrix } from "./arithmetic.js";
 
 const OWN = "own";
 const FIELDS = { query: "tiles-q", key: "tiles-k", value: "tiles-v" };
+
+// The matrices in text fields, by name; `limits` are those of `parseMatrix`.
+export function typedInputs(fields, limits) {
+  const inputs = {};
+  for (const [name, id] of Object.entries(fields)) {
+    try {
+      inputs[name] = parseMatrix(byId(id).value, limits);
+    } catch (error) {
+      throw new Error(`${name[0].toUpperCase() + name.slice(1)} ${error.message}.`);
+    }
+  }
+  checkInputs(inputs);
+  return inputs;
+}
 
 export function walkInputs(examples, changed) {
   const byName = Object.fromEntries(examples.map((example) => [example.name, example]));
@@ -15,19 +29,6 @@ export function walkInputs(examples, changed) {
     byId("tiles-block-q").value = example.block_q;
     byId("tiles-block-k").value = example.block_k;
     byId("tiles-scale").value = example.scale;
-  };
-
-  const read = () => {
-    const inputs = {};
-    for (const [name, id] of Object.entries(FIELDS)) {
-      try {
-        inputs[name] = parseMatrix(byId(id).value);
-      } catch (error) {
-        throw new Error(`${name[0].toUpperCase() + name.slice(1)} ${error.message}.`);
-      }
-    }
-    checkInputs(inputs);
-    return inputs;
   };
 
   const wholeNumber = (id, name) => {
@@ -47,25 +48,14 @@ export function walkInputs(examples, changed) {
       blockK: wholeNumber("tiles-block-k", "Keys a tile"),
       scale,
     };
-    const inputs = read();
+    const inputs = typedInputs(FIELDS);
     const example = byName[byId("tiles-example").value];
     const dout = example?.dout ?? inputs.query.map(() => inputs.value[0].map(() => 1));
     return { inputs, settings, dout, example };
   };
 
-  const update = () => {
-    const error = byId("tiles-error");
-    try {
-      const now = current();
-      error.hidden = true;
-      changed(now);
-    } catch (problem) {
-      error.textContent = problem.message;
-      error.hidden = false;
-    }
-  };
+  const update = () => attempt("tiles-error", () => changed(current()));
 
-  byId("tiles-settings").addEventListener("submit", (event) => event.preventDefault());
   byId("tiles-settings").addEventListener("input", (event) => {
     const example = event.target.id === "tiles-example" ? byName[event.target.value] : null;
     if (example) write(example);
