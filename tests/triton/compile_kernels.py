@@ -204,7 +204,7 @@ def compile_combine(capability: int) -> list[dict[str, Any]]:
         for dtype, count in ((torch.bfloat16, 3), (torch.float32, 2), (torch.bfloat16, 6)):
             for lse in (make(1, 16, 512), None):
                 target = make(1, 512, 16, 128, dtype=dtype)
-                parts = (combine.Operand(0, target, lse),) * count
+                parts = ((0, target, lse),) * count
                 combine.combine(target, lse, parts, 3, 500)
 
     return compiled_rows("combine", run, capability)

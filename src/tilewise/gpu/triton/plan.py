@@ -60,7 +60,7 @@ def _again_forward(problem: AttentionProblem, order: str, residual: bool, given:
 
     def steps(given: Given, new: Given) -> list[Step]:
         inputs, results = Inputs(*given[:3], *new[3:]), call.Results(*new[:3])
-        return [Step(launch.forward_launch, inputs, (None, None), results)]
+        return [Step(launch.forward_launch, inputs, (None,), results)]
 
     return again_forward(problem, order, residual, given, steps, _others)
 
