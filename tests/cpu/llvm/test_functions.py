@@ -272,6 +272,16 @@ def test_gradients_of_captured_tensors():
     check((q, k, v), captured=captured, score_mod=score_mod, **options)
 
 
+@pytest.mark.parametrize("seqlen", [5, 70])
+def test_gradients_of_what_is_added_before_another_function(seqlen):
+    """The slope of the score is that of the captured number too: one area of memory serves both."""
+    table, factor = (torch.randn(s, dtype=torch.double, requires_grad=True) for s in ((4, 7), ()))
+    tensors = [torch.randn(1, seqlen, 4, 8, dtype=torch.double) for _ in range(3)]
+    check(tensors, captured=(table,), score_mod=lambda s, b, h, i, j: torch.tanh(s + table[h, j % 7]))
+    check(tensors, captured=(table, factor), causal=True,
+          score_mod=lambda s, b, h, i, j: (s + table[h, i % 7]) * factor)  # fmt: skip
+
+
 def test_gradients_of_captured_tensors_of_packed_sequences():
     score_mod, captured = learned()
     starts = torch.tensor([0, 70, 70, 230])

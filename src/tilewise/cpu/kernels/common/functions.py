@@ -57,8 +57,8 @@ class KernelFunctions(Expression):
         self.slopes: Rows | None = None
         if self.slope is not None and self.graph.value(self.slope) != 1.0:
             self.slopes = scratch.rows(shape.block_k, shape.block_q)
-        self.kept = {  # slopes that are not one number
-            g: scratch.rows(shape.block_k, shape.block_q)
+        self.kept = {  # slopes that are not one number, of which that of the score may be one
+            g: self.slopes if g == self.slope and self.slopes else scratch.rows(shape.block_k, shape.block_q)
             for g in sorted(set(self.load_slopes.values()))
             if self.graph.value(g) is None
         }
