@@ -252,6 +252,16 @@ def test_what_is_not_printed_is_refused():
     assert torch.autograd.grad(out.sin().sum(), table)[0].isfinite().all()
 
 
+@pytest.mark.parametrize("lengths", [(0, 5), (5, 0), (0, 0)])
+def test_no_index_is_wrong_where_there_are_no_scores(lengths):
+    """The map of tiles, which has one query and one key at least, reads no further than the tensor."""
+    table, (q, k) = torch.arange(3), (torch.randn(1, n, 2, 8, requires_grad=True) for n in lengths)
+    for mask_mod in (lambda b, h, i, j: table[j + 2] > 0, lambda b, h, i, j: table[i - 9] < j):
+        out, lse = tilewise.attention(q, k, k, mask_mod=mask_mod, return_lse=True, backend="llvm")
+        assert not out.any() and lse.isneginf().all()
+        assert not any(g.any() for g in torch.autograd.grad(out.sum(), (q, k)))
+
+
 def learned():
     """A score function with three learned tensors, read by head and distance, by head, and by key."""
     shapes = (4, 41), (4,), (330,)
