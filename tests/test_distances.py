@@ -36,6 +36,7 @@ OF_DISTANCE = {
 OTHERS = {
     "a key": lambda s, b, h, i, j: s + TABLE[h, j],
     "both": lambda s, b, h, i, j: s + (i + j) * 0.5,
+    "rounded": lambda s, b, h, i, j: s + TABLE[h, ((i + 0.1) - (j + 0.1)).long().clamp(0, 32)],
     "halves": lambda s, b, h, i, j: s + (i // 2 - j // 2),
     "a factor": lambda s, b, h, i, j: s * TABLE[h, (i - j).clamp(0, 5)],
     "twice the score": lambda s, b, h, i, j: s + s + (i - j),

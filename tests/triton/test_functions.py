@@ -320,6 +320,8 @@ def test_what_a_tile_reads_of_captured_tensors():
         (4 * 16 * 32, "diagonals", lambda s, b, h, i, j: s + floats[(3 - (j - b) + i).clamp(0, 8)]),
         (8 * 16 * 32, "each", lambda s, b, h, i, j: s + integers[(i + j) // 9]),
         (4 * 16 * 32, "each", lambda s, b, h, i, j: s + floats[(i * 0.3 - j * 0.3).long()]),
+        (4 * 16 * 32, "each", lambda s, b, h, i, j: s + floats[((i + 0.1) - (j + 0.1)).long().clamp(0, 8)]),
+        (4 * 16 * 32, "diagonals", lambda s, b, h, i, j: s + floats[(i + 1.0 - j).long().clamp(0, 8)]),
         (8 * 16, "rows", lambda s, b, h, i, j: s + integers[i % 9]),
         (4 * 32, "columns", lambda s, b, h, i, j: s + floats[j // 9]),
         (0, "none", lambda s, b, h, i, j: s + floats[h]),

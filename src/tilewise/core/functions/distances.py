@@ -52,7 +52,10 @@ def distance_bias(text: str | None) -> DistanceBias | None:
 
 
 def growth(graph: Graph, roots: Iterable[int]) -> dict[int, int | None]:
-    """By how much nodes grow where i and j both grow by 1, as along a diagonal of scores; None: not known."""
+    """By how much nodes grow where i and j both grow by 1, as along a diagonal of scores; None: not known.
+
+    What grows are whole numbers: of others a sum is rounded, here up and there down along a diagonal.
+    """
     grown: dict[int, int | None] = {}
     for n in graph.reachable(roots):
         op, args, kind, _ = graph.nodes[n]
@@ -65,6 +68,8 @@ def growth(graph: Graph, roots: Iterable[int]) -> dict[int, int | None]:
             continue
         elif not any(steps) or (op in COMPARISONS and steps[0] == steps[1]):
             grown[n] = 0
+        elif not all(grown[a] or _is_whole(graph, a) for a in args):
+            continue
         elif op in (FLOAT, "add"):
             grown[n] = sum(steps)
         elif op in ("neg", "sub"):
@@ -72,6 +77,11 @@ def growth(graph: Graph, roots: Iterable[int]) -> dict[int, int | None]:
         elif op == "mul" and kind == INT and factors:
             grown[n] = factors[0] * sum(steps)  # one of them is 0
     return grown
+
+
+def _is_whole(graph: Graph, n: int) -> bool:
+    op, _, kind, value = graph.nodes[n]
+    return kind != FLOAT or op == FLOAT or (op == "const" and value.is_integer())
 
 
 @torch.no_grad()
