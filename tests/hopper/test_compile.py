@@ -15,7 +15,7 @@ SHARED_BYTES = 227 << 10
 FP8_SPILL_BYTES = 48  # with a window, softcap and sinks; else 12 or less
 SPILL_BYTES = 40  # of small pages with Triton 3.6, 24 with 3.9; at head size 256, 3.6 spills 16
 EXTRA_SPILL_BYTES = {
-    "guarded": 3400,  # two numbers of each score, by 64-bit addresses, in flight together
+    "guarded": 1024,  # two numbers of each score, by 64-bit addresses, in flight together
     "score": 160,
     "inlined": 96,
     "distances_d128_dropout": 432,  # with a mask and a softcap: 420 with Triton 3.6, 388 with 3.9
