@@ -43,12 +43,19 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--draws", type=int, default=1, help="cases that a test of compiled kernels draws at least"
     )
+    parser.addoption(
+        "--emulate", help="instruction set whose CPU kernels run in software: see cpu/emulated.py"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
     shared = getattr(config, "workerinput", {}).get("sample")
     settings.load_profile("quick" if config.getoption("-m") == "not slow" else "tilewise")
     config.option.sample = shared or config.getoption("--sample") or os.urandom(4).hex()
+    if config.getoption("--emulate"):
+        from cpu import emulated
+
+        emulated.install(config.getoption("--emulate"))
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
@@ -78,6 +85,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     All cases with `-m ''`, or if a test is asked for by name, as `FILE::TEST`.
     """
     left_out = {item for item in items if _needs_gpu(item)}
+    if config.getoption("--emulate"):
+        left_out |= {item for item in items if item.get_closest_marker("native")}
     if config.getoption("-m") == "not slow" and not any("::" in argument for argument in config.args):
         for (path, name), found in _sampled(items).items():
             (count,) = found[0].get_closest_marker("sample").args  # type: ignore[union-attr]

@@ -190,6 +190,7 @@ def test_avx2_code_meets_the_error_budget(cases):
     run_script(str(HERE / "random_cases.py"), *cases, TILEWISE_CPU_ISA="avx2")
 
 
+@pytest.mark.native
 @pytest.mark.skipif(DEFAULT_ISA not in configs.BF16_PRODUCTS, reason="the default target has none already")
 def test_code_without_products_of_bfloat16_meets_the_error_budget():
     first = BFLOAT16_GROUPS[0] * random_cases.CASES_A_KERNEL
@@ -197,6 +198,7 @@ def test_code_without_products_of_bfloat16_meets_the_error_budget():
     run_script(str(HERE / "random_cases.py"), "3", str(first), TILEWISE_CPU_ISA=without)
 
 
+@pytest.mark.native
 def test_no_amx_where_the_system_refuses_it(monkeypatch):
     monkeypatch.setattr(kernels, "may_use_amx", lambda: False)
     assert getattr(kernels.target.__wrapped__(""), "isa", "") != "amx"
@@ -258,6 +260,7 @@ define void @{0}(ptr %place) {{ call void @llvm.x86.{0}(ptr %place) ret void }}
 """
 
 
+@pytest.mark.native
 @pytest.mark.skipif(ISA != "amx", reason="needs AMX")
 def test_the_tile_configuration_is_what_it_was_before():
     found = (ctypes.c_uint8 * 64)()
@@ -574,7 +577,8 @@ def test_logits_far_apart_and_rows_without_keys(dtype, factor):
     tolerance = 1e-3 if dtype == torch.float32 else 1e-2
     torch.testing.assert_close(out.double(), exact, rtol=tolerance, atol=tolerance)
     assert (out[:, :40] == 0).all() and (lse[:, :, :40] == float("-inf")).all()
-    torch.testing.assert_close(lse[:, :, 40:].double(), exact_lse[:, :, 40:], rtol=1e-5, atol=1e-3)
+    # A score that cancels keeps the roundings of its terms.
+    torch.testing.assert_close(lse[:, :, 40:].double(), exact_lse[:, :, 40:], rtol=1e-5, atol=1e-7 * factor)
     grads = llvm.backward(problem, inputs, out, lse, torch.randn_like(out), None)
     assert (grads.query[:, :40] == 0).all() and all(g.isfinite().all() for g in grads[:3])
 
