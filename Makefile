@@ -33,7 +33,7 @@ test-all: $(STAMP)
 	$(MAKE) test-old-triton DRAWS=1000
 
 # GPU kernels compile with older releases of Triton too: so many configurations of each script, drawn anew.
-DRAWS ?= 24
+DRAWS ?= 8
 test-old-triton: $(OLD_TRITONS:%=$(VENV)/triton-%)
 	for release in $(OLD_TRITONS); do \
 	  PYTHONPATH=$(VENV)/triton-$$release $(BIN)/python -m pytest -n 2 --draws $(DRAWS) tests/triton/test_compile.py tests/hopper/test_compile.py tests/hopper/test_backward_compile.py || exit 1; \
