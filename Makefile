@@ -39,8 +39,8 @@ test-old-triton: $(OLD_TRITONS:%=$(VENV)/triton-%)
 	  PYTHONPATH=$(VENV)/triton-$$release $(BIN)/python -m pytest -n 2 --draws $(DRAWS) tests/triton/test_compile.py tests/hopper/test_compile.py tests/hopper/test_backward_compile.py || exit 1; \
 	done
 
-# CPU kernels under each instruction set but the one that `make test` takes. Those of x86-64 that this machine lacks run
-# in software: slowly, so fewer tests.
+# CPU kernels under each instruction set but the one that `make test` takes. AVX-512 and AMX run in software where an
+# x86-64 machine lacks them: slowly, so without public calls and functions, but with the tests of each kernel.
 test-isa: $(STAMP)
 	@best=$$($(BIN)/python -c "from tilewise.cpu.host.compile import target; print(target().isa)"); \
 	for isa in avx2 avx512 avx512_bf16 amx neon; do \

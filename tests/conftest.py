@@ -44,7 +44,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--draws", type=int, default=1, help="cases that a test of compiled kernels draws at least"
     )
     parser.addoption(
-        "--emulate", help="instruction set whose CPU kernels run in software: see cpu/emulated.py"
+        "--emulate",
+        choices=("avx512", "avx512_bf16", "amx"),
+        help="instruction set whose CPU kernels run in software: see cpu/emulated.py",
     )
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from pathlib import Path
 
 from tilewise.cpu.host import compile as kernels
 
@@ -25,19 +26,23 @@ declare <16 x float> @llvm.minnum.v16f32(<16 x float>, <16 x float>)
 declare <16 x float> @llvm.fma.v16f32(<16 x float>, <16 x float>, <16 x float>)
 declare void @llvm.trap()
 
-; x - floor(x), 0 of an infinity
-define internal <16 x float> @"soft.reduce"(<16 x float> %x, i32 %way, <16 x float> %a, i16 %b, i32 %c) {
+; x - floor(x), 0 of an infinity; NaN if another way than FLOOR of numerics.py is asked for
+define internal <16 x float> @"soft.reduce"(
+  <16 x float> %x, i32 %way, <16 x float> %source, i16 %mask, i32 %rounding
+) {
   %down = call <16 x float> @llvm.floor.v16f32(<16 x float> %x)
   %rest = fsub <16 x float> %x, %down
   %size = call <16 x float> @llvm.fabs.v16f32(<16 x float> %x)
   %infinite = fcmp oeq <16 x float> %size, splat (float 0x7FF0000000000000)
-  %found = select <16 x i1> %infinite, <16 x float> zeroinitializer, <16 x float> %rest
+  %finite = select <16 x i1> %infinite, <16 x float> zeroinitializer, <16 x float> %rest
+  %known = icmp eq i32 %way, 9
+  %found = select i1 %known, <16 x float> %finite, <16 x float> splat (float 0x7FF8000000000000)
   ret <16 x float> %found
 }
 
 ; x 2^floor(y), in two steps as one may have no float32 for the power
 define internal <16 x float> @"soft.scalef"(
-  <16 x float> %x, <16 x float> %y, <16 x float> %a, i16 %b, i32 %c
+  <16 x float> %x, <16 x float> %y, <16 x float> %source, i16 %mask, i32 %rounding
 ) {
   %down = call <16 x float> @llvm.floor.v16f32(<16 x float> %y)
   %low = call <16 x float> @llvm.maxnum.v16f32(<16 x float> %down, <16 x float> splat (float -252.0))
@@ -90,10 +95,14 @@ define internal <32 x i16> @"soft.cvtne2ps2bf16"(<16 x float> %high, <16 x float
   ret <32 x i16> %both
 }
 
-; sum + x y of one number of each pair
-define internal <16 x float> @"soft.add"(<16 x float> %sum, <16 x i32> %x, <16 x i32> %y) {
-  %a = bitcast <16 x i32> %x to <16 x float>
-  %b = bitcast <16 x i32> %y to <16 x float>
+; sum + x y of one number of each pair: the first with a shift of 16, the second of 0
+define internal <16 x float> @"soft.add"(<16 x float> %sum, <16 x i32> %x, <16 x i32> %y, <16 x i32> %shift) {
+  %x_shifted = shl <16 x i32> %x, %shift
+  %y_shifted = shl <16 x i32> %y, %shift
+  %x_bits = and <16 x i32> %x_shifted, splat (i32 -65536)
+  %y_bits = and <16 x i32> %y_shifted, splat (i32 -65536)
+  %a = bitcast <16 x i32> %x_bits to <16 x float>
+  %b = bitcast <16 x i32> %y_bits to <16 x float>
   %c = call <16 x float> @"soft.flushed"(<16 x float> %a)
   %d = call <16 x float> @"soft.flushed"(<16 x float> %b)
   %total = call <16 x float> @llvm.fma.v16f32(<16 x float> %c, <16 x float> %d, <16 x float> %sum)
@@ -101,20 +110,20 @@ define internal <16 x float> @"soft.add"(<16 x float> %sum, <16 x i32> %x, <16 x
   ret <16 x float> %found
 }
 
+; the second products of the pairs first
 define internal <16 x float> @"soft.dpbf16ps"(<16 x float> %sum, <32 x i16> %x, <32 x i16> %y) {
   %a = bitcast <32 x i16> %x to <16 x i32>
   %b = bitcast <32 x i16> %y to <16 x i32>
-  %a_even = shl <16 x i32> %a, splat (i32 16)
-  %b_even = shl <16 x i32> %b, splat (i32 16)
-  %a_odd = and <16 x i32> %a, splat (i32 -65536)
-  %b_odd = and <16 x i32> %b, splat (i32 -65536)
-  %once = call <16 x float> @"soft.add"(<16 x float> %sum, <16 x i32> %a_odd, <16 x i32> %b_odd)
-  %twice = call <16 x float> @"soft.add"(<16 x float> %once, <16 x i32> %a_even, <16 x i32> %b_even)
+  %once = call <16 x float> @"soft.add"(
+    <16 x float> %sum, <16 x i32> %a, <16 x i32> %b, <16 x i32> zeroinitializer)
+  %twice = call <16 x float> @"soft.add"(
+    <16 x float> %once, <16 x i32> %a, <16 x i32> %b, <16 x i32> splat (i32 16))
   ret <16 x float> %twice
 }
 """.replace("ORDER", ", ".join(f"i32 {n}" for n in range(32)))
 
-# %state: 64 bytes of configuration, then eight tiles of 16 rows of 64 bytes.
+# %state: 64 bytes of configuration, then eight tiles of 16 rows of 64 bytes. In the configuration, each tile's
+# bytes a row from byte 16 on, 16 bits each, and its rows from byte 48 on.
 AMX = """
 declare void @llvm.memset.p0.i64(ptr, i8, i64, i1)
 declare void @llvm.memcpy.p0.p0.i64(ptr, ptr, i64, i1)
@@ -165,43 +174,39 @@ define internal void @"soft.tilezero"(ptr %state, i8 %tile) {
   ret void
 }
 
-define internal void @"soft.tileloadd64"(ptr %state, i8 %tile, ptr %from, i64 %stride) {
+; a tile's rows from or to memory
+define internal void @"soft.move"(ptr %state, i8 %tile, ptr %memory, i64 %stride, i1 %is_load) {
 entry:
   %rows = call i64 @"soft.rows"(ptr %state, i8 %tile)
   %bytes = call i64 @"soft.row_bytes"(ptr %state, i8 %tile)
+  br label %next
+next:
+  %r = phi i64 [ 0, %entry ], [ %after, %next ]
+  %row = call ptr @"soft.row"(ptr %state, i8 %tile, i64 %r)
+  %offset = mul i64 %r, %stride
+  %place = getelementptr i8, ptr %memory, i64 %offset
+  %from = select i1 %is_load, ptr %place, ptr %row
+  %to = select i1 %is_load, ptr %row, ptr %place
+  call void @llvm.memcpy.p0.p0.i64(ptr %to, ptr %from, i64 %bytes, i1 false)
+  %after = add i64 %r, 1
+  %more = icmp ult i64 %after, %rows
+  br i1 %more, label %next, label %done
+done:
+  ret void
+}
+
+define internal void @"soft.tileloadd64"(ptr %state, i8 %tile, ptr %memory, i64 %stride) {
   call void @"soft.tilezero"(ptr %state, i8 %tile)
-  br label %next
-next:
-  %r = phi i64 [ 0, %entry ], [ %after, %next ]
-  %row = call ptr @"soft.row"(ptr %state, i8 %tile, i64 %r)
-  %offset = mul i64 %r, %stride
-  %source = getelementptr i8, ptr %from, i64 %offset
-  call void @llvm.memcpy.p0.p0.i64(ptr %row, ptr %source, i64 %bytes, i1 false)
-  %after = add i64 %r, 1
-  %more = icmp ult i64 %after, %rows
-  br i1 %more, label %next, label %done
-done:
+  call void @"soft.move"(ptr %state, i8 %tile, ptr %memory, i64 %stride, i1 true)
   ret void
 }
 
-define internal void @"soft.tilestored64"(ptr %state, i8 %tile, ptr %to, i64 %stride) {
-entry:
-  %rows = call i64 @"soft.rows"(ptr %state, i8 %tile)
-  %bytes = call i64 @"soft.row_bytes"(ptr %state, i8 %tile)
-  br label %next
-next:
-  %r = phi i64 [ 0, %entry ], [ %after, %next ]
-  %row = call ptr @"soft.row"(ptr %state, i8 %tile, i64 %r)
-  %offset = mul i64 %r, %stride
-  %target = getelementptr i8, ptr %to, i64 %offset
-  call void @llvm.memcpy.p0.p0.i64(ptr %target, ptr %row, i64 %bytes, i1 false)
-  %after = add i64 %r, 1
-  %more = icmp ult i64 %after, %rows
-  br i1 %more, label %next, label %done
-done:
+define internal void @"soft.tilestored64"(ptr %state, i8 %tile, ptr %memory, i64 %stride) {
+  call void @"soft.move"(ptr %state, i8 %tile, ptr %memory, i64 %stride, i1 false)
   ret void
 }
 
+; c += a b. First and second products of the pairs are summed apart, from 0.
 define internal void @"soft.tdpbf16ps"(ptr %state, i8 %c, i8 %a, i8 %b) {
 entry:
   %rows = call i64 @"soft.rows"(ptr %state, i8 %c)
@@ -235,12 +240,10 @@ term:
   %xs = shufflevector <16 x i32> %first, <16 x i32> poison, <16 x i32> zeroinitializer
   %right = call ptr @"soft.row"(ptr %state, i8 %b, i64 %k)
   %ys = load <16 x i32>, ptr %right, align 1
-  %x_even = shl <16 x i32> %xs, splat (i32 16)
-  %y_even = shl <16 x i32> %ys, splat (i32 16)
-  %x_odd = and <16 x i32> %xs, splat (i32 -65536)
-  %y_odd = and <16 x i32> %ys, splat (i32 -65536)
-  %evens = call <16 x float> @"soft.add"(<16 x float> %even, <16 x i32> %x_even, <16 x i32> %y_even)
-  %odds = call <16 x float> @"soft.add"(<16 x float> %odd, <16 x i32> %x_odd, <16 x i32> %y_odd)
+  %evens = call <16 x float> @"soft.add"(
+    <16 x float> %even, <16 x i32> %xs, <16 x i32> %ys, <16 x i32> splat (i32 16))
+  %odds = call <16 x float> @"soft.add"(
+    <16 x float> %odd, <16 x i32> %xs, <16 x i32> %ys, <16 x i32> zeroinitializer)
   %k_after = add i64 %k, 1
   %more_terms = icmp ult i64 %k_after, %terms
   br i1 %more_terms, label %term, label %summed
@@ -287,6 +290,7 @@ def in_software(ir_text: str) -> str:
 def install(isa: str) -> None:
     """Make `isa` the widest instruction set of this machine."""
     native, find, generate = kernels.target("avx2"), kernels._x86_targets, kernels.generate
+    sources = [*kernels.kernel_sources(), Path(__file__)]  # kernels on disk are made from this file too
     assert isinstance(native, kernels.Target), native
     emulated = replace(native, isa=isa, vector_bytes=64, rows=8)
 
@@ -296,4 +300,6 @@ def install(isa: str) -> None:
 
     kernels._x86_targets = lambda name, has: [emulated, *find(name, has)]
     kernels.generate = generate_emulated
+    kernels.kernel_sources = lambda: sources
+    kernels._sources_hash.cache_clear()
     kernels.target.cache_clear()
