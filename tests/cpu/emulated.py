@@ -122,8 +122,8 @@ define internal <16 x float> @"soft.dpbf16ps"(<16 x float> %sum, <32 x i16> %x, 
 }
 """.replace("ORDER", ", ".join(f"i32 {n}" for n in range(32)))
 
-# %state: 64 bytes of configuration, then eight tiles of 16 rows of 64 bytes. In the configuration, each tile's
-# bytes a row from byte 16 on, 16 bits each, and its rows from byte 48 on.
+# %state: 64 bytes of configuration, then eight tiles of 16 rows of 64 bytes. The configuration has each
+# tile's bytes a row from byte 16 on, 16 bits each, and its rows from byte 48 on.
 AMX = """
 declare void @llvm.memset.p0.i64(ptr, i8, i64, i1)
 declare void @llvm.memcpy.p0.p0.i64(ptr, ptr, i64, i1)
