@@ -50,6 +50,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+def pytest_ignore_collect(collection_path: Path) -> bool | None:
+    """Scripts beside the tests have no doctests, and importing one may put an emulator in a module's place."""
+    is_script = collection_path.suffix == ".py" and not collection_path.name.startswith("test_")
+    return is_script and collection_path.is_relative_to(Path(__file__).parent) or None
+
+
 def pytest_configure(config: pytest.Config) -> None:
     shared = getattr(config, "workerinput", {}).get("sample")
     settings.load_profile("quick" if config.getoption("-m") == "not slow" else "tilewise")
