@@ -51,7 +51,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_ignore_collect(collection_path: Path) -> bool | None:
-    """Scripts beside the tests have no doctests, and importing one may put an emulator in a kernel's place."""
+    """Scripts beside tests have no doctests, and importing one may put an emulator in a kernel's place."""
     is_test = collection_path.is_dir() or collection_path.name.startswith("test_")
     return True if collection_path.is_relative_to(Path(__file__).parent) and not is_test else None
 
