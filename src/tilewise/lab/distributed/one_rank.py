@@ -3,7 +3,8 @@
 First all ranks run, one after another, and each message is kept. In the first round nothing has arrived yet,
 so what a rank sends may be wrong; a round more makes right what depends on one message, and so on. Results of
 the last round are checked as any peer's are. Then the rank that has most to do runs alone, and receives what
-was kept: by copies on a stream of their own, as fast as the device's memory.
+was kept: by copies on a stream of their own, as fast as the device's memory. On a GPU its calls are one CUDA
+graph: a rank has its host for itself, and messages that are Python's here are not timed.
 """
 
 from __future__ import annotations
@@ -136,9 +137,28 @@ def _one_rank(method: str, world: int) -> Prepare:
         busiest = _busiest(layout, case)
         post.forget(busiest)
         prepared = of_rank(busiest)
-        return Prepared(prepared.call, lambda: found, prepared.context)
+        call = prepared.call if post.stream is None else _captured(prepared)
+        return Prepared(call, lambda: found, prepared.context)
 
     return prepare
+
+
+def _captured(prepared: Prepared) -> Callable[[], object]:
+    """The replay of a graph of the call, whose tensors it keeps."""
+    graph = torch.cuda.CUDAGraph()
+    with prepared.context():
+        right = prepared.call()
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph):
+            found = prepared.call()
+    graph.replay()
+    torch.testing.assert_close(found, right, rtol=0.02, atol=0.02)
+
+    def replay() -> object:
+        graph.replay()
+        return found
+
+    return replay
 
 
 @contextlib.contextmanager
