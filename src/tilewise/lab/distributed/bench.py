@@ -39,8 +39,8 @@ from tilewise.lab.distributed.one_rank import one_rank_peers, ranks_of_peer
 from tilewise.lab.distributed.peers import ONE, Group, Prepare, peers
 
 ONE_RANK = (
-    "of so many ranks the one with most to do, alone on the device, on a GPU in CUDA graphs; what it receives "
-    "are copies"
+    "of so many ranks the one with most to do, alone on the device, on a GPU in CUDA graphs; what it "
+    "receives are copies"
 )
 LONGEST_GRADIENTS = {"cpu": 4096, "cuda": 32768}  # tokens: of longer cases the gate looks at outputs alone
 
