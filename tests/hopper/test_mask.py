@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import tilewise
+from interpreter import needs_interpreter
 from tilewise import reference
 from tilewise.core import kept
 from tilewise.core.functions.call import with_functions
@@ -26,8 +27,6 @@ from tilewise.gpu.hopper.common.functions import source_of
 from tilewise.gpu.hopper.forward import launch as forward_launch
 from tilewise.gpu.hopper.mask import tile_map
 from tilewise.testing import check_attention, compare
-
-pytest.importorskip("triton")
 
 IS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 needs_hopper = pytest.mark.skipif(not IS_HOPPER, reason="needs an NVIDIA Hopper GPU")
@@ -134,8 +133,9 @@ def check_lists(mask: torch.Tensor, source: Any, seqlen_q: int, seqlen_k: int, b
                     assert half.numel() == 0 or (flags >> w & 1) == (not half.all())
 
 
+@needs_interpreter
 def test_scan_writes_what_the_mask_says():
-    environment = dict(os.environ, TRITON_INTERPRET="1")
+    environment = dict(os.environ, TRITON_INTERPRET="1", PYTHONPATH=os.pathsep.join(sys.path))
     command = [sys.executable, "-c", "import test_mask; test_mask.check_scan()"]
     done = subprocess.run(
         command, cwd=Path(__file__).parent, env=environment, capture_output=True, text=True, check=False

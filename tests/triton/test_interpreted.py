@@ -14,7 +14,9 @@ from pathlib import Path
 import pytest
 import torch
 
-pytest.importorskip("triton")
+from interpreter import needs_interpreter
+
+pytestmark = needs_interpreter
 
 TOGETHER = (  # a process each, which takes seconds to start
     ("triton/decode", "triton/chunks", "triton/statistics", "hopper/quantize"),
