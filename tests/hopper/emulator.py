@@ -437,11 +437,17 @@ def _append(x: Tile, bound: Tile, held: Tile, starts: Pointer, key: Tile, size: 
     return tile(torch.stack((held, held), -1))
 
 
+def _flushed(x: torch.Tensor) -> torch.Tensor:
+    """x with 0 in place of what float32 has with fewer digits, as `.ftz` says."""
+    return torch.where(x.abs() < 2.0**-126, 0.0, x)
+
+
 def _inline_asm(asm: str, constraints: str, args: list[Any], dtype: Any, is_pure: bool, pack: int) -> Any:
     for name, function in (("ex2", torch.exp2), ("lg2", torch.log2), ("rcp", torch.reciprocal)):
         if f"{name}.approx" in asm:
             is_tile = isinstance(args[0], torch.Tensor)
-            return function(args[0]) if is_tile else function(torch.tensor(args[0])).item()
+            found = _flushed(function(_flushed(torch.as_tensor(args[0]))))
+            return found if is_tile else found.item()
     if "mul.rn" in asm or "fma.rn" in asm:  # in float64 products are exact
         x, y, *z = (torch.as_tensor(x, dtype=torch.float32).double() for x in args)
         return tile((x * y + z[0] if z else x * y).float())

@@ -280,7 +280,7 @@ def test_mask_functions_that_kernels_inline(dims: tuple[int, int], without_bits:
             else:
                 exact = reference.attention(q, k, v, **given)[0]
                 out = tilewise.attention(q, k, v, backend="hopper", **given)
-                assert (out - exact).norm() < 5e-3 * exact.norm()
+                assert (out - exact).norm() <= 5e-3 * exact.norm()  # a window may hide all keys
 
 
 @needs_hopper

@@ -2,7 +2,7 @@
 
 from tilewise.gpu.hopper.common.compat import fence_async_shared, gl, gluon, store_tile
 from tilewise.gpu.hopper.common.key_loads import coords
-from tilewise.gpu.hopper.common.layouts import row_layout
+from tilewise.gpu.hopper.common.layouts import partial_layout, row_layout
 from tilewise.gpu.hopper.common.products import rescaled
 from tilewise.gpu.hopper.common.softmax import (
     LN_2,
@@ -17,15 +17,19 @@ from tilewise.gpu.hopper.common.softmax import (
 from tilewise.gpu.hopper.forward.watched import have_nan, max_logits
 
 SMALLEST_SUM = gl.constexpr(2.0**-100)  # of O's sizes, by thread: below 2^-126 float32 loses digits
+LARGEST_REFERENCE = gl.constexpr(2.0**29)  # rounded by up to 32
 
 
 @gluon.jit
-def failures(l, acc, dtype: gl.constexpr, cfg: gl.constexpr):
+def failures(m, l, acc, dtype: gl.constexpr, cfg: gl.constexpr):
     """[128] flags, one a thread: 1 if sums of its rows are too large, or O is too large or small for float32.
 
+    Or if m is so large that its rounding, in units of log2, reaches half of the headroom: P might vanish.
     See `softmax_step`.
     """
     failed = gl.where(l <= cfg.LARGEST_SUM, 0, 1)  # [64, 4]
+    m = gl.convert_layout(gl.abs(m), gl.SliceLayout(1, partial_layout()), assert_trivial=True)[:, None]
+    failed = gl.where((m < LARGEST_REFERENCE) | (m == float("inf")), failed, 1)
     if dtype == gl.bfloat16:  # values of float16 are neither so large nor so small
         sizes = partial_sums(gl.abs(acc))
         is_fine = (l == 0.0) | ((sizes >= SMALLEST_SUM) & (sizes < float("inf")))

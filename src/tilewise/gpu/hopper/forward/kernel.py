@@ -183,7 +183,7 @@ def mma_role(
         acc = warpgroup_mma_wait(0, deps=(accumulate(p, rings.v, use, acc, cfg),))
         rings.v.release(use)
         use = skip_both(rings.k, rings.v, use + 1, after)
-        flags = failures(l, acc, dtype, cfg)
+        flags = failures(m, l, acc, dtype, cfg)
         rings.failures.index(work_use % 2 * WARPGROUPS + W).store(flags)
         if is_exact != 0:
             wait_for_writes()  # of the attempt that failed: this one's must come after
