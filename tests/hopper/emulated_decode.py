@@ -65,7 +65,7 @@ CASES: dict[str, tuple[int, int, int, int, int, int | None, int, dict[str, Any]]
     "wrong_pages": (2, 4, 2, 128, 128, 16, 5, {"causal": True, "wrong": {0: (18, -1), 3: (0, 240 + 1)}}),
     "wrong_pages_of_64": (1, 4, 1, 64, 64, 64, 40, {"wrong": {3: (8, 1 << 30), 4: (0, -(1 << 31))}}),
     "latent_wrong": (1, 16, 1, *LATENT, 64, 5, {"wrong": {0: (4, 61), 3: (2, -5)}}),
-    "latent_wide_wrong": (
+    "latent_heads_wrong": (
         1,
         96,
         1,

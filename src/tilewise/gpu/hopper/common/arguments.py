@@ -339,26 +339,19 @@ class DecodeConfig(KernelConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class MlaConfig(DecodeConfig):
-    """Compile-time choices of the kernels for absorbed latent attention, and of their merging kernel."""
+    """Compile-time choices of the kernel for absorbed latent attention, and of its merging kernel."""
 
-    BLOCK_M: int  # ROWS padded: 64, or 16, which are columns of the narrow kernel's products
-    SCORE_REGISTERS: int  # the consumers' are those of the two halves of O; the narrow kernel has no others
+    SCORE_REGISTERS: int  # the consumers' are those of the two halves of O
     KEY_SLOTS: int  # chunks of key tiles in flight, of each half of V
 
     @property
-    def IS_NARROW(self) -> bool:
-        return self.BLOCK_M < WARPGROUP_ROWS
-
-    @property
     def REGISTERS(self) -> list[int]:
-        consumers = [self.CONSUMER_REGISTERS] * (1 if self.IS_NARROW else 2)
-        return [*consumers, self.PRODUCER_REGISTERS, self.PRODUCER_REGISTERS]
+        return [*[self.CONSUMER_REGISTERS] * 2, *[self.PRODUCER_REGISTERS] * 2]
 
     @property
     def maxnreg(self) -> int:
-        """Registers of each thread at the start, of three or four warpgroups; the producers are one."""
-        first = self.CONSUMER_REGISTERS if self.IS_NARROW else self.SCORE_REGISTERS
-        return (first + sum(self.REGISTERS[:-1])) // len(self.REGISTERS) // 8 * 8
+        """Registers of each thread at the start, of four warpgroups; the producers are one."""
+        return (self.SCORE_REGISTERS + sum(self.REGISTERS[:-1])) // len(self.REGISTERS) // 8 * 8
 
 
 class DecodeTargets(NamedTuple):

@@ -65,7 +65,7 @@ def make_shared(dtype: gl.constexpr, cfg: gl.constexpr):
     weights = gl.allocate_shared_memory(dtype, [1, 64, cfg.BLOCK_N], p_layout)
     factors = gl.allocate_shared_memory(gl.float32, [64], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     return Shared(
-        make_keys(dtype, 2, cfg),
+        make_keys(dtype, cfg),
         make_ring(queries, 1, CHUNKS, 1, 2),
         queries_rope,
         make_ring(weights, 1, 1, 2),

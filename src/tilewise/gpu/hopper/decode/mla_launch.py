@@ -25,7 +25,6 @@ from tilewise.gpu.launch.launch_plan import Launch, Tensors
 
 HEAD_DIMS = (576, 512)
 BLOCK_N = 64
-NARROW_ROWS = 16  # of a tile, that are columns of the narrow kernel's products
 FEW_SPLITS = 16  # as in `decode.launch`; starts cost more here, where queries are large
 
 
@@ -70,7 +69,6 @@ def forward(problem: AttentionProblem, inputs: Inputs, residual: bool = False) -
 
 def _mla_launch(problem: AttentionProblem, tensors: Tensors, cfg: MlaConfig, workers: int) -> Launch:
     from tilewise.gpu.hopper.decode.mla import attn_decode_mla_kernel
-    from tilewise.gpu.hopper.decode.mla_narrow import attn_decode_mla_narrow_kernel
 
     query, key, _, lengths, table, _, *fresh = tensors
     arguments = (
@@ -82,8 +80,8 @@ def _mla_launch(problem: AttentionProblem, tensors: Tensors, cfg: MlaConfig, wor
         host.factors(problem),
         cfg,
     )
-    kernel = attn_decode_mla_narrow_kernel if cfg.IS_NARROW else attn_decode_mla_kernel
-    return Launch(kernel, workers, arguments, num_warps=4, maxnreg=cfg.maxnreg, launch_pdl=True)
+    options = {"num_warps": 4, "maxnreg": cfg.maxnreg, "launch_pdl": True}
+    return Launch(attn_decode_mla_kernel, workers, arguments, **options)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -96,15 +94,13 @@ def mla_config(problem: AttentionProblem) -> MlaConfig:
     merge_splits = min(48, power_of_two(USUAL_SMS // segments))
     merge_columns = 128 if merge_splits > 16 else 512
     merge_rows = max(1, min(4, 8192 // (merge_splits * merge_columns)))
-    is_narrow = rows <= NARROW_ROWS
     return MlaConfig(
         BLOCK_N=BLOCK_N,
-        STAGES=3 if is_narrow else 2,
-        CONSUMER_REGISTERS=184 if is_narrow else 168,
-        PRODUCER_REGISTERS=40 if is_narrow else 32,
+        STAGES=2,
+        CONSUMER_REGISTERS=168,
+        PRODUCER_REGISTERS=32,
         SCORE_REGISTERS=144,
-        BLOCK_M=NARROW_ROWS if is_narrow else WARPGROUP_ROWS,
-        KEY_SLOTS=5 if is_narrow else 4,
+        KEY_SLOTS=4,
         HEAD_DIM=problem.head_dim,
         HEAD_DIM_V=problem.head_dim_v,
         BLOCK_D=problem.head_dim,

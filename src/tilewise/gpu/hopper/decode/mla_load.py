@@ -20,7 +20,7 @@ from tilewise.gpu.hopper.decode.load import box_rows, load_pages
 from tilewise.gpu.hopper.decode.rows import read_queries
 from tilewise.gpu.hopper.decode.stream_k import make_schedule, split_at, worker_units
 
-CHUNK = gl.constexpr(128)  # columns; with 256, ptxas finds too few registers for a product of the wide kernel
+CHUNK = gl.constexpr(128)  # columns; with 256, ptxas finds too few registers for a product
 CHUNKS = gl.constexpr(4)
 ROPE = gl.constexpr(64)  # columns
 
@@ -35,27 +35,27 @@ class Keys:
 
 
 @gluon.jit
-def make_keys(dtype: gl.constexpr, CONSUMERS: gl.constexpr, cfg: gl.constexpr):
-    """CONSUMERS partitions release each chunk, one the RoPE columns."""
+def make_keys(dtype: gl.constexpr, cfg: gl.constexpr):
+    """Two partitions release each chunk, one the RoPE columns."""
     chunk_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([cfg.BLOCK_N, CHUNK], dtype)
     rope_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([cfg.BLOCK_N, ROPE], dtype)
     left = gl.allocate_shared_memory(dtype, [cfg.KEY_SLOTS, cfg.BLOCK_N, CHUNK], chunk_layout)
     right = gl.allocate_shared_memory(dtype, [cfg.KEY_SLOTS, cfg.BLOCK_N, CHUNK], chunk_layout)
     rope = gl.allocate_shared_memory(dtype, [cfg.STAGES, cfg.BLOCK_N, ROPE], rope_layout)
     return Keys(
-        make_ring(left, cfg.KEY_SLOTS, 1, CONSUMERS),
-        make_ring(right, cfg.KEY_SLOTS, 1, CONSUMERS),
+        make_ring(left, cfg.KEY_SLOTS, 1, 2),
+        make_ring(right, cfg.KEY_SLOTS, 1, 2),
         make_ring(rope, cfg.STAGES, 1, 1),
     )
 
 
 @gluon.jit
 def allocate_queries(dtype: gl.constexpr, cfg: gl.constexpr):
-    """Memory of one tile of queries: (four chunks [BLOCK_M, CHUNK], RoPE [BLOCK_M, ROPE])."""
-    chunk_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([cfg.BLOCK_M, CHUNK], dtype)
-    rope_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([cfg.BLOCK_M, ROPE], dtype)
-    chunks = gl.allocate_shared_memory(dtype, [CHUNKS, cfg.BLOCK_M, CHUNK], chunk_layout)
-    rope = gl.allocate_shared_memory(dtype, [cfg.BLOCK_M, ROPE], rope_layout)
+    """Memory of one tile of queries: (four chunks [64, CHUNK], RoPE [64, ROPE])."""
+    chunk_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, CHUNK], dtype)
+    rope_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, ROPE], dtype)
+    chunks = gl.allocate_shared_memory(dtype, [CHUNKS, 64, CHUNK], chunk_layout)
+    rope = gl.allocate_shared_memory(dtype, [64, ROPE], rope_layout)
     return chunks, rope
 
 
@@ -71,12 +71,12 @@ def half_of(H: gl.constexpr, keys):
 
 @gluon.jit
 def load_half_of_queries(H: gl.constexpr, q, queries, rope, use, split, sizes, cfg: gl.constexpr):
-    """Publish half H of a split's queries, two chunks [BLOCK_M, CHUNK]; the first half with RoPE as well."""
+    """Publish half H of a split's queries, two chunks [64, CHUNK]; the first half with RoPE as well."""
     LEFT: gl.constexpr = 2 * H
-    left = read_queries(q, LEFT * CHUNK, cfg.BLOCK_M, CHUNK, split, sizes, cfg)
-    right = read_queries(q, (LEFT + 1) * CHUNK, cfg.BLOCK_M, CHUNK, split, sizes, cfg)
+    left = read_queries(q, LEFT * CHUNK, CHUNK, split, sizes, cfg)
+    right = read_queries(q, (LEFT + 1) * CHUNK, CHUNK, split, sizes, cfg)
     if H == 0:
-        last = read_queries(q, CHUNKS * CHUNK, cfg.BLOCK_M, ROPE, split, sizes, cfg)
+        last = read_queries(q, CHUNKS * CHUNK, ROPE, split, sizes, cfg)
     queries.acquire(use)
     queries.chunk(use, LEFT).store(left)
     queries.chunk(use, LEFT + 1).store(right)

@@ -28,13 +28,11 @@ def query_rows(first, COUNT: gl.constexpr, layout: gl.constexpr, segment, sizes,
 
 
 @gluon.jit
-def read_queries(
-    q, FIRST: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr, split, sizes, cfg: gl.constexpr
-):
-    """Queries of all heads of a segment, columns from FIRST on; 0 where a row does not exist."""
+def read_queries(q, FIRST: gl.constexpr, COLUMNS: gl.constexpr, split, sizes, cfg: gl.constexpr):
+    """64 queries of all heads of a segment, columns from FIRST on; 0 where a row does not exist."""
     LANES: gl.constexpr = COLUMNS // 8
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [4, 1], [1, 0])
-    rows = gl.arange(0, ROWS, gl.SliceLayout(1, layout))
+    rows = gl.arange(0, 64, gl.SliceLayout(1, layout))
     cols = FIRST + gl.arange(0, COLUMNS, gl.SliceLayout(0, layout))
     position = split.row + rows // cfg.PACK
     head = split.kv_head * cfg.PACK + rows % cfg.PACK
@@ -48,7 +46,7 @@ def read_queries(
 @gluon.jit
 def load_queries(q, smem, split, sizes, cfg: gl.constexpr):
     """Queries of all heads of a key head [64, BLOCK_D]."""
-    smem.store(read_queries(q, 0, 64, cfg.BLOCK_D, split, sizes, cfg))
+    smem.store(read_queries(q, 0, cfg.BLOCK_D, split, sizes, cfg))
     fence_async_shared()  # the stores above are visible to wgmma
 
 
