@@ -80,8 +80,8 @@ def _mla_launch(problem: AttentionProblem, tensors: Tensors, cfg: MlaConfig, wor
         host.factors(problem),
         cfg,
     )
-    options = {"num_warps": 4, "maxnreg": cfg.maxnreg, "launch_pdl": True}
-    return Launch(attn_decode_mla_kernel, workers, arguments, **options)
+    kernel = attn_decode_mla_kernel
+    return Launch(kernel, workers, arguments, num_warps=4, maxnreg=cfg.maxnreg, launch_pdl=True)
 
 
 @functools.lru_cache(maxsize=4096)
