@@ -31,7 +31,7 @@ HEADLINE, OPTIONS, DECODE, CPU = (
     "h200-headline-quick-2026-11-23.json",
     "h100-options-quick-2026-11-26.json",
     "h200-decode-graph-2026-11-22.json",
-    "cpu-amd-2026-11-26.json",
+    "cpu-amd-2026-11-29.json",
 )
 TABLE = (  # what, file, whose cases
     ("H200, forward and backward, bf16", HEADLINE, ""),

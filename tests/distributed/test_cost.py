@@ -182,7 +182,7 @@ def test_the_model_is_put_beside_what_was_measured(tmp_path):
     assert all(f"<!-- {method} -->" in plot.read_text() for method in ("ring", "ulysses", "2d", "all_gather"))
     slow = CliRunner().invoke(_app(), ["distributed", "--measured", file, "--bandwidth", "0.001"])
     assert "0.84 (0.00)" in slow.output
-    other = str(ROOT / "benchmarks" / "results" / "cpu-amd-2026-11-26.json")
+    other = str(ROOT / "benchmarks" / "results" / "cpu-amd-2026-11-29.json")
     done = CliRunner().invoke(_app(), ["distributed", "--measured", other])
     assert done.exit_code == 2 and "nothing to compare with" in done.output
 
