@@ -23,8 +23,9 @@ import llvmlite.ir as ir
 
 from tilewise.cpu.dsl.control import loop
 from tilewise.cpu.dsl.lanes import concatenated
-from tilewise.cpu.dsl.memory import Rows
+from tilewise.cpu.dsl.memory import Ptr, Rows
 from tilewise.cpu.dsl.vector import (
+    BYTES,
     F32,
     I8,
     I16,
@@ -68,6 +69,7 @@ class _BFloat(ir.Type):
 
 
 BFLOAT = _BFloat()
+DOT_SETS = ("avx512_bf16", "neon_bf16")  # instruction sets with a dot product and no tiles
 DOTS = {16: "llvm.x86.avx512bf16.dpbf16ps.512", 4: "llvm.aarch64.neon.bfdot.v4f32.v8bf16"}  # by lanes
 
 
@@ -141,13 +143,13 @@ def dot_sums(
                     for r, row in enumerate(sums):
                         x = left[r, p].splat(lanes)
                         for total, y in zip(row, pairs):
-                            total.set(_dot(total, x, y))
+                            total.set(dot(total, x, y))
             for out_row, totals in zip(cells, sums):
                 for cell, total in zip(out_row, totals):
                     cell.store(total)
 
 
-def _dot(total: Operand, x: Operand, y: Operand) -> Value:
+def dot(total: Operand, x: Operand, y: Operand) -> Value:
     """total + x y, in each lane the two products of a pair."""
     lanes = total.type.count
     pairs = (builder().bitcast(z.raw, ir.VectorType(BFLOAT, 2 * lanes)) for z in (x, y))
@@ -185,6 +187,11 @@ def _stride(rows: Rows) -> ir.Value:
 
 def _number(register: int) -> ir.Constant:
     return ir.Constant(I8, register)
+
+
+def pairs_at(source: Ptr, lanes: int) -> Value:
+    """So many pairs as words, from where the first number lies, which need not be where a word may."""
+    return Value(builder().load(source.address, typ=ir.VectorType(F32, lanes), align=BYTES["bf16"]))
 
 
 def words(rows: Rows) -> Rows:

@@ -18,6 +18,8 @@ serves 4 rows and a sum over 4 lanes is all that remains:
 
     q:  row 0: c c+1 c+2 c+3 | row 1: c c+1 c+2 c+3 | row 2 ...        k:  c c+1 c+2 c+3 | c c+1 c+2 c+3 | ...
 
+Where a processor multiplies pairs of bfloat16, a column is such a pair, and nothing of k is converted.
+
 While a block is used, the same rows of the next head, or of the next block, are on their way.
 """
 
@@ -25,6 +27,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from tilewise.cpu.dsl.bf16_products import DOT_SETS, dot, pairs_at
 from tilewise.cpu.dsl.control import loop, when
 from tilewise.cpu.dsl.lanes import across, any_lane, fold_sums, lanes_of, repeated
 from tilewise.cpu.dsl.memory import Ptr, Rows, prefetch, prefetch_row
@@ -57,6 +60,7 @@ from tilewise.cpu.kernels.common.tiles import (
     round_up,
 )
 
+PAIRS = 16  # of a cache line
 LONG_DOT = 40  # products that one lane sums at most of a float32 score
 BLOCK_BYTES = 8 << 10  # of K, and of V: more than 12 rows that lie 4 KB apart do not stay in L1
 
@@ -64,11 +68,16 @@ BLOCK_BYTES = 8 << 10  # of K, and of V: more than 12 rows that lie 4 KB apart d
 class DecodeKernel(SplitKernel):
     """The kernel's steps, in the order in which they run."""
 
+    has_pairs = False  # of bfloat16, for columns of q and k
+
     def reserve(self, scratch: Scratch) -> list[tuple[int, int]]:
         shape, lanes = self.shape, self.shape.lanes
         self.size_tiles()
         is_whole = self.config.head_dim == shape.pad
-        self.copies_k = not (is_whole and (self.depth == lanes or self.config.kind == shape.kind))
+        multiplies_pairs = self.config.kind == "bf16" and shape.target.isa in DOT_SETS
+        self.has_pairs = multiplies_pairs and is_whole and shape.pad % (2 * PAIRS) == 0
+        reads_k = self.has_pairs or self.depth == lanes or self.config.kind == shape.kind
+        self.copies_k = not (is_whole and reads_k)
         self.copies_v = self.config.head_dim_v != shape.pad_v
         self.k = scratch.rows(self.tile_k, shape.pad)
         self.v = scratch.rows(self.block_k * self.copies_v, shape.pad_v)
@@ -135,18 +144,34 @@ class DecodeKernel(SplitKernel):
         return any_lane(any_seen > 0.0)
 
     def load_queries(self, head: Head, rows: Value) -> None:
-        """q scaled, in the order of the products of a vector."""
+        """q, scaled but where it is in pairs, in the order of the products of a vector."""
+        if self.has_pairs:
+            row, count = self.query_rows(head, "q"), self.row_groups * self.group
+            own = [row(minimum(as_int(i), rows - 1)).as_kind("f32") for i in range(count)]
+            self.group_columns(self.q, own, self.shape.pad // 2)
+            return
         load_rows(self.shape, self.raw_q, self.query_rows(head, "q"), rows, self.rows, self.config.head_dim)
         self.group_rows(self.q, self.raw_q, self.args.vector("q_factor", self.shape))
 
     def group_rows(self, grouped: Rows, rows: Rows, factor: Operand | None = None) -> None:
         """Rows (times a factor) in the order of the products of a vector; the last one fills up its group."""
-        for i in range(self.row_groups * self.group):
+        own = [rows[min(i, self.rows - 1), 0] for i in range(self.row_groups * self.group)]
+        self.group_columns(grouped, own, rows.stride, factor)
+
+    def group_columns(
+        self, grouped: Rows, rows: list[Ptr], count: int, factor: Operand | None = None
+    ) -> None:
+        """`depth` of so many columns of each of `group` rows side by side, and so on."""
+        for i, row in enumerate(rows):
             corner = grouped.at(i // self.group, i % self.group * self.depth)
-            for c in loop(0, rows.stride, self.depth):
-                x = rows[min(i, self.rows - 1), c].load(self.depth)
+            for c in loop(0, count, self.depth):
+                x = self.columns_at(row[c])
                 x = x if factor is None else x * lanes_of(factor, 0, self.depth)
                 corner[0, c * self.group].store(x)
+
+    def columns_at(self, source: Ptr) -> Value:
+        """`depth` columns of a row."""
+        return pairs_at(source, self.depth) if self.has_pairs else source.load(self.depth)
 
     def sources(self, head: Head, name: str, block: Block) -> tuple[Callable, Callable]:
         """Rows of k or v of the block as a function of j; the row to ask for while row j is used.
@@ -178,11 +203,13 @@ class DecodeKernel(SplitKernel):
                 for later_row in ahead:
                     prefetch_row(later_row, config.head_dim)
             k = [self.k[key, 0] if self.copies_k else row(keys[key]) for key in range(self.tile_k)]
+            if self.has_pairs:
+                k, ahead = ([x.as_kind("f32") for x in rows] for rows in (k, ahead))
             self.multiply(self.q, k, self.p.at(0, j), [] if self.copies_k else ahead)
 
     def multiply(self, q: Rows, k: list[Ptr], s: Rows, ahead: list[Ptr]) -> None:
         """s = k q of all rows and `tile_k` keys; `ahead` are rows to ask for meanwhile."""
-        depth, line, pad = self.depth, 64 // k[0].item, q.stride // self.group
+        depth, line, pad = self.depth, 64 // k[0].item, q.stride // self.group >> self.has_pairs
         columns = range(0, pad, line if pad % line == 0 else self.shape.lanes)
         for first in range(0, self.row_groups, self.groups):
             groups = range(first, min(first + self.groups, self.row_groups))
@@ -190,6 +217,8 @@ class DecodeKernel(SplitKernel):
             for g, sums in zip(groups, dots):
                 for key in range(0, self.tile_k, depth):
                     folded = fold_sums(sums[key : key + depth])
+                    if self.has_pairs:
+                        folded = folded * self.args.vector("q_factor", self.shape)
                     for i in range(min(self.group, self.rows - g * self.group)):
                         s[g * self.group + i, key].store(lanes_of(folded, i * depth, depth))
 
@@ -207,9 +236,10 @@ class DecodeKernel(SplitKernel):
             for d in range(0, columns.step, self.depth):
                 q_d = [q[g, c * group + d * group].load(lanes) for g in groups]
                 for key, row in enumerate(k):
-                    k_d = repeated(row[c][d].load(self.depth), group)
+                    k_d = repeated(self.columns_at(row[c][d]), group)
                     for factor, sums in zip(q_d, dots):
-                        sums[key].set(fma(k_d, factor, sums[key]))
+                        total = sums[key]
+                        total.set(dot(total, k_d, factor) if self.has_pairs else fma(k_d, factor, total))
         return dots
 
     def weigh_row(self, head: Head, r: Value, block: Block) -> None:
