@@ -32,7 +32,7 @@ test-all: $(STAMP)
 	$(MAKE) test-isa
 	$(MAKE) test-old-triton DRAWS=1000
 
-# Of releases and instruction sets that many, drawn anew; all by default. CI has time for some.
+# So many releases of Triton, and so many instruction sets, drawn anew: by default all. CI has time for some.
 SOME ?= 9
 drawn = $$($(BIN)/python -c "import random, sys; n, *names = sys.argv[1:]; print(*random.sample(names, min(int(n), len(names))))" $(SOME) $(1))
 

@@ -113,14 +113,16 @@ def test_deterministic_gradients(dim: int, lengths: tuple[int, int]):
 def test_rows_of_large_scores(lengths: tuple[int, int], dims: tuple[int, int]):
     """All keys of a row are equal, and integers, so that no product is rounded; few queries are decoded.
 
-    Up to 2^31 in units of log2, where a float32 has steps of 128, which no exponent of a float32 outlasts.
+    Scores reach 2^30 to 2^31 in units of log2, where a float32 has steps of 128. Steps of 256, beyond, are
+    more than its exponents can make up for: so columns from 96 on are 0.
     """
     query = torch.randint(-9, 10, (2, lengths[0], 4, dims[0]), device="cuda").bfloat16()
+    query[..., 96:] = 0
     key = torch.randint(-9, 10, (2, 1, 2, dims[0]), device="cuda").bfloat16()
     key = key.expand(-1, lengths[1], -1, -1).contiguous()
     value, dout = draw(lengths[1], 2, dims[1]), draw(lengths[0], 4, dims[1])
     for options in ({}, {"causal": True}, {"deterministic": True}):
-        for scale in (64.0, 2.0**20 if dims[0] <= 128 else 2.0**19):
+        for scale in (64.0, 2.0**20):
             found = gradients(query, key, value, dout, scale=scale, backend="hopper", **options)[2]
             exact, baseline = (
                 reference.attention_backward(

@@ -385,6 +385,18 @@ def test_tiles_with_vectors_as_short_as_neon(monkeypatch, dtype, seqlen_q, seqle
     check_attention(*qkv(2, seqlen_q, seqlen_k, 2, 1, dim, dtype)[:3], backend="llvm")
 
 
+@pytest.mark.parametrize("heads", [(1, 1), (4, 1), (6, 2)])
+@pytest.mark.parametrize("dim", [64, 96, 128])
+def test_decoding_rows_at_odd_addresses(heads, dim):
+    """Pairs of bfloat16 that are multiplied need not begin where a word may."""
+    q, k, v = (
+        torch.randn(1 + n * h * dim).bfloat16()[1:].view(1, n, h, dim)
+        for n, h in ((2, heads[0]), (300, heads[1]), (300, heads[1]))
+    )
+    assert q.data_ptr() % 4 == k.data_ptr() % 4 == 2
+    check_attention(q, k, v, causal=True, backend="llvm")
+
+
 @pytest.mark.sample(2)
 @pytest.mark.parametrize(("seqlen_q", "heads"), [(1, 1), (4, 1), (8, 1), (12, 1), (5, 4)])
 def test_decoding_where_scores_rise_and_fall(seqlen_q, heads):

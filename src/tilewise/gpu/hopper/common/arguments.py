@@ -346,7 +346,8 @@ class MlaConfig(DecodeConfig):
 
     @property
     def REGISTERS(self) -> list[int]:
-        return [*[self.CONSUMER_REGISTERS] * 2, *[self.PRODUCER_REGISTERS] * 2]
+        consumer, producer = self.CONSUMER_REGISTERS, self.PRODUCER_REGISTERS
+        return [consumer, consumer, producer, producer]
 
     @property
     def maxnreg(self) -> int:
