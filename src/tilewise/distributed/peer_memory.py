@@ -63,7 +63,7 @@ def memory_of(ranks: Ranks, device: torch.device, purpose: str, sizes: Sequence[
     if not can_read(ranks, device):
         return None
     key = ranks.group, device, purpose
-    *slots, size = itertools.accumulate((-(-n // ALIGNMENT) * ALIGNMENT for n in sizes), initial=0)
+    slots, size = slots_of(sizes)
     memory = _memories.get(key)
     if memory is None or memory.size < size:
         refuse_in_a_capture(device)
@@ -79,6 +79,12 @@ def memory_of(ranks: Ranks, device: torch.device, purpose: str, sizes: Sequence[
         _memories[key] = memory
     memory.slots = slots
     return memory
+
+
+def slots_of(sizes: Sequence[int]) -> tuple[list[int], int]:
+    """Where slots of so many bytes begin, and where the last ends."""
+    *slots, size = itertools.accumulate((-(-n // ALIGNMENT) * ALIGNMENT for n in sizes), initial=0)
+    return slots, size
 
 
 def _may_read(ranks: Ranks, device: torch.device) -> bool:

@@ -1,28 +1,25 @@
-"""The work of one rank of 2, 4 or 8, on one device: its steps in order, with copies in place of messages.
+"""The work of one rank of 2, 4 or 8, on one device: its steps in order, as if the others were beside it.
 
-First all ranks run, one after another, and each message is kept. In the first round nothing has arrived yet,
-so what a rank sends may be wrong; a round more makes right what depends on one message, and so on. Results of
-the last round are checked as any peer's are. Then the rank that has most to do runs alone, and receives what
-was kept: by copies on a stream of their own, as fast as the device's memory. On a GPU its calls are one CUDA
-graph: a rank has its host for itself, and messages that are Python's here are not timed.
+First all ranks run, one after another, and what each publishes is kept. In the first round some have read
+what was not there yet; a round more makes right what depends on one reading, and so on. Results of the last
+round are checked as any peer's are. Then the rank that has most to do runs alone, and reads what was kept: by
+the copies and kernels with which ranks of one host read each other's memory, as fast as the device's own.
+Nobody is waited for. On a GPU its calls are one CUDA graph: a rank has its host for itself.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from collections import Counter
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
 from unittest import mock
 
 import torch
 from torch import Tensor
 
-from tilewise.distributed import context_parallel_attention
+from tilewise.distributed import context_parallel_attention, peer_memory
 from tilewise.distributed.layout import Layout, make_layout
-from tilewise.distributed.peer_memory import Arrival
+from tilewise.distributed.peer_memory import PeerMemory
 from tilewise.distributed.ranks import Ranks
 from tilewise.distributed.schedule import Rules, make_schedule
 from tilewise.lab.bench.cases import Case
@@ -30,67 +27,48 @@ from tilewise.lab.bench.peer import Data, Prepared, prepare_call
 from tilewise.lab.distributed.peers import Group, Prepare, balance_of, check_heads, offsets, options_of
 
 WORLDS = (2, 4, 8)
-ROUNDS = {"2d": 5}  # until all messages are right: heads, keys, out, gradients of keys, gradients of heads
+ROUNDS = {"2d": 5}  # until all that is read is right: heads, keys, out, gradients of keys, gradients of heads
 FEWER_ROUNDS = 3
 
 
-class Post:
-    """The messages of ranks that run one after another: of each pair, in the order in which they are sent."""
+class Shelf:
+    """What ranks that run one after another have published: of each purpose, by its number in a call."""
 
-    def __init__(self, device: str) -> None:
-        self.kept: dict[tuple[int, int], list[Tensor]] = {}
-        self.is_kept = True  # what is sent from now on
-        self.stream = torch.cuda.Stream() if device == "cuda" else None
+    def __init__(self, world: int) -> None:
+        self.everyone = tuple(range(world))
+        self.buffers: dict[str, list[list[Tensor]]] = {}
         self.begin()
 
     def begin(self) -> None:
-        """A call begins: its first messages are the first of all."""
-        self.sent: Counter[tuple[int, int]] = Counter()
-        self.received: Counter[tuple[int, int]] = Counter()
+        """A call begins: what it publishes first is the first of all."""
+        self.memories: dict[tuple[int, str], Published] = {}
 
-    def send(self, pair: tuple[int, int], t: Tensor) -> None:
-        number, kept = self.sent[pair], self.kept.setdefault(pair, [])
-        self.sent[pair] += 1
-        if number == len(kept):
-            kept.append(t.clone())
-        else:
-            kept[number].copy_(t)
-
-    def receive(self, pair: tuple[int, int], t: Tensor) -> None:
-        number, kept = self.received[pair], self.kept.get(pair, [])
-        self.received[pair] += 1
-        if number < len(kept):
-            t.copy_(kept[number])
-        else:
-            t.zero_()
-
-    def forget(self, rank: int) -> None:
-        """Keep from now on what this rank receives, and nothing else."""
-        self.kept = {pair: kept for pair, kept in self.kept.items() if pair[1] == rank}
-        self.is_kept = False
+    def memory_of(self, ranks: Ranks, device: torch.device, purpose: str, sizes: Sequence[int]) -> Published:
+        """In place of `peer_memory.memory_of`."""
+        rank = ranks.peers[ranks.rank]
+        memory = self.memories.get((rank, purpose))
+        if memory is None:
+            everyone = Ranks(None, rank, len(self.everyone), self.everyone)
+            memory = Published(everyone, device, self.buffers.setdefault(purpose, []))
+            self.memories[rank, purpose] = memory
+        memory.slots, memory.size = peer_memory.slots_of(sizes)
+        return memory
 
 
-@dataclass(frozen=True)
-class OneRank(Ranks):
-    """A rank among others that are not there."""
+class Published(PeerMemory):
+    """Memory that is another each time that something is published."""
 
-    post: Post
+    def __init__(self, ranks: Ranks, device: torch.device, by_number: list[list[Tensor]]) -> None:
+        super().__init__(ranks, device, 0, [], lambda: None)
+        self.by_number, self.number = by_number, 0
 
-    def exchange(self, sends: list[tuple[int, Tensor]], receives: list[tuple[int, Tensor]]) -> list[Any]:
-        me, post = self.peers[self.rank], self.post
-        if post.is_kept:
-            for peer, t in sends:
-                post.send((me, self.peers[peer]), t)
-        if post.stream is None:
-            for peer, t in receives:
-                post.receive((self.peers[peer], me), t)
-            return []
-        current = torch.cuda.current_stream()
-        post.stream.wait_stream(current)
-        with torch.cuda.stream(post.stream):
-            for peer, t in receives:
-                post.receive((self.peers[peer], me), t)
-            return [Arrival(post.stream.record_event(), current)]
+    def publish(self, tensors: Sequence[Tensor], stream: torch.cuda.Stream | None) -> None:
+        if self.number == len(self.by_number):
+            empty = [torch.zeros(self.size, dtype=torch.uint8, device=self.device) for _ in self.ranks.peers]
+            self.by_number.append(empty)
+        self.buffers, self.views = self.by_number[self.number], {}
+        self.number += 1
+        super().publish(tensors, stream)
 
 
 def one_rank_peers() -> dict[str, Prepare]:
@@ -114,10 +92,10 @@ def _one_rank(method: str, world: int) -> Prepare:
         starts, total = offsets(case), data.query.shape[dim]
         balance = balance_of(case)
         layout = make_layout(tuple(starts or (0, total)), world, balance)
-        post = Post(group.device)
+        shelf = Shelf(world)
 
         def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            post.begin()
+            shelf.begin()
             found = context_parallel_attention(
                 query, key, value, method=method, balance=balance, seqlen=total, cu_seqlens=starts,
                 **options_of(case),
@@ -129,15 +107,12 @@ def _one_rank(method: str, world: int) -> Prepare:
             tokens = layout.tokens(rank).to(data.query.device)
             whole = (data.query, data.key, data.value, data.dout)
             *tensors, dout = (None if t is None else t.index_select(dim, tokens) for t in whole)
-            ranks = OneRank(None, rank, world, tuple(range(world)), post)
-            context = functools.partial(_as, ranks)
+            context = functools.partial(_as, Ranks(None, rank, world, shelf.everyone), shelf)
             return prepare_call(case, tensors, dout, attend, lambda t: t, context)  # type: ignore[arg-type]
 
         found = _run_all(of_rank, layout, dim, ROUNDS.get(method, FEWER_ROUNDS))
-        busiest = _busiest(layout, case)
-        post.forget(busiest)
-        prepared = of_rank(busiest)
-        call = prepared.call if post.stream is None else _captured(prepared)
+        prepared = of_rank(_busiest(layout, case))
+        call = _captured(prepared) if group.device == "cuda" else prepared.call
         return Prepared(call, lambda: found, prepared.context)
 
     return prepare
@@ -145,11 +120,13 @@ def _one_rank(method: str, world: int) -> Prepare:
 
 def _captured(prepared: Prepared) -> Callable[[], object]:
     """The replay of a graph of the call."""
-    graph = torch.cuda.CUDAGraph()
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
     with prepared.context():
-        right = prepared.call()
+        with torch.cuda.stream(stream):  # of both: a backward waits for that of its leaves
+            right = prepared.call()
         torch.cuda.synchronize()
-        with torch.cuda.graph(graph):
+        with torch.cuda.graph(graph, stream=stream):
             found = prepared.call()
     graph.replay()
     torch.testing.assert_close(found, right, rtol=0.02, atol=0.02)
@@ -162,13 +139,17 @@ def _captured(prepared: Prepared) -> Callable[[], object]:
 
 
 @contextlib.contextmanager
-def _as(ranks: Ranks) -> Iterator[None]:
-    with mock.patch("tilewise.distributed.attention.ranks_of", lambda *_: ranks):
+def _as(ranks: Ranks, shelf: Shelf) -> Iterator[None]:
+    with (
+        mock.patch("tilewise.distributed.attention.ranks_of", lambda *_: ranks),
+        mock.patch.object(peer_memory, "can_read", lambda *_: True),
+        mock.patch.object(peer_memory, "memory_of", shelf.memory_of),
+    ):
         yield
 
 
 def _run_all(of_rank: Callable[[int], Prepared], layout: Layout, dim: int, rounds: int) -> dict[str, Tensor]:
-    """Out and gradients of the whole sequence, after which all messages are right."""
+    """Out and gradients of the whole sequence, after which all that is read is right."""
     whole: dict[str, Tensor] = {}
     for number in range(rounds):
         for rank in range(layout.world):
