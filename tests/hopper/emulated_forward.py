@@ -22,7 +22,7 @@ from tilewise.core.problem import AttentionProblem, Inputs, Options
 from tilewise.core.statistics import Aux, largest_of_heads
 from tilewise.gpu.hopper import plan
 from tilewise.gpu.hopper.common import biases, functions, host
-from tilewise.gpu.hopper.forward import launch
+from tilewise.gpu.hopper.forward import kernel, launch
 from tilewise.gpu.launch import launch_plan
 from tilewise.tiled import backend as tiled, statistics as tiled_statistics
 
@@ -51,6 +51,12 @@ CASES: dict[str, tuple[Any, Any, int, int, int, int, dict[str, Any]]] = {
     "steep_packed": ([100, 0, 70, 200], [130, 20, 0, 300], 2, 1, 128, 128, {"scale": 4.0}),
     # sums that are too large for float16
     "ramp": (700, 700, 1, 1, 64, 64, {"window_left": 300, "window_right": 20, "scale": 1.0, "ramp": 3.0}),
+    # references of which the second tile's is large enough: nothing is done again
+    "ramp_both_ends": (300, 1300, 2, 1, 128, 128, {"scale": 1.0, "ramp": 0.2}),
+    "ramp_both_ends_causal": (1300, 1300, 1, 1, 64, 64, {"scale": 1.0, "ramp": 0.2, "causal": True}),
+    "ramp_both_ends_packed": (
+        [100, 0, 1100], [130, 20, 1200], 2, 1, 64, 64, {"scale": 1.0, "ramp": 0.15, "causal": True},
+    ),
     # sums that are small enough, but not for values that large
     "large_values": (256, 256, 2, 2, 64, 64, {"scale": 1.0, "ramp": 3.0, "largest_value": 2.0**110}),
     # and values so small that what is far below the reference would be lost
@@ -231,7 +237,7 @@ def check(name: str) -> float:
     if options.pop("negative", False):
         q, k = q.abs(), -k.abs()
     if ramp:  # scores grow by 8 * ramp from 64 keys to the next, in the order of visits
-        visits = torch.arange(lengths_k) // 64
+        visits = torch.arange(k.shape[-3]) // 64
         q[..., 0], k[..., 0] = 8, ramp * (visits.flip(0) if "window_left" in options else visits)[:, None]
         q[..., 1:] *= 0.1
     if largest_value:
@@ -267,7 +273,9 @@ def check(name: str) -> float:
     problem, inputs = emulator.as_kernels_see(
         inputs, Options(**options), mask_mod, score_mod, host.pairs_of_distances
     )
+    failed.clear()
     out, lse, residual = plan.forward(problem, inputs, residual=True)
+    assert name not in (DONE_ONCE if any(failed) else DONE_AGAIN), name
     if name == "causal":
         check_extremes(problem, inputs)
     watched_error = check_watched(problem, inputs, (out, lse, residual)) if name in WATCHED else 0.0
@@ -298,9 +306,26 @@ def check(name: str) -> float:
     return max((error.item() for error in errors), default=0.0) + watched_error
 
 
+DONE_AGAIN = {"steeper", "ramp"}  # as rows outgrow their reference
+DONE_ONCE = {"full", "ramp_both_ends", "ramp_both_ends_causal", "ramp_both_ends_packed"}
+failed: list[int] = []  # 1 for each warpgroup's rows of a work tile that failed, else 0
+
+
+def record_failures(failures: Any) -> Any:
+    """The kernel's function, whose findings are kept in `failed`."""
+
+    def recorded(*arguments: Any) -> Any:
+        flags = failures(*arguments)
+        failed.append(int(flags.max()))
+        return flags
+
+    return recorded
+
+
 def main() -> None:
     functions.helpers = emulator.plain_helpers  # type: ignore[assignment]
     biases.poisoned = emulator.plain(biases.poisoned)
+    kernel.failures = record_failures(kernel.failures)
     launch_plan.start = lambda launched: emulator.start(launched, 2)
     host.num_sms = lambda index: 2  # type: ignore[assignment]
     launch.MANY_ROWS = 1500  # four warpgroups in the cases called long

@@ -2,12 +2,15 @@
 
 from tilewise.gpu.hopper.common.compat import aggregate, gl, gluon
 
+MANY_TILES = gl.constexpr(8)  # of keys: from there on a work tile looks how its scores go on
+
 
 @aggregate
 class KeyTiles:
     """Key tiles [begin, end) of some query rows; those in [full_begin, full_end) need no mask.
 
-    Before the last num_steady tiles of the visit, in the order of `visited`, each row has seen a key.
+    Before the last num_steady tiles of the visit, in the order of `visited`, each row has seen a key; and the
+    tile `far`, if it is not 0, has been visited, which is the second.
     """
 
     begin: gl.tensor
@@ -15,6 +18,7 @@ class KeyTiles:
     full_begin: gl.tensor
     full_end: gl.tensor
     num_steady: gl.tensor
+    far: gl.tensor
 
 
 @gluon.jit
@@ -37,7 +41,21 @@ def key_tiles(row, NUM_ROWS: gl.constexpr, work, sizes, cfg: gl.constexpr):
     # a key that all rows see: full_last, or the first of all; once its tile has been visited, all are steady
     num_steady = full_last // cfg.BLOCK_N - begin if cfg.NEAREST_FIRST else end - 1
     num_steady = gl.where(full_first <= full_last, num_steady, 0)
-    return KeyTiles(begin, end, full_begin, full_end, num_steady)
+    far = 0 * end
+    if cfg.BOTH_ENDS_FIRST and not cfg.HAS_LEFT:
+        far = far_tile(work, sizes, cfg)
+        num_steady = gl.where(far > 0, gl.minimum(num_steady, end - 2), num_steady)
+    return KeyTiles(begin, end, full_begin, full_end, num_steady, far)
+
+
+@gluon.jit
+def far_tile(work, sizes, cfg: gl.constexpr):
+    """The last key tile of which each row of a work tile sees a key, without a left edge; 0: tiles are few."""
+    last = work.seqlen_k - 1
+    if cfg.HAS_RIGHT:
+        last = gl.minimum(work.row + work.seqlen_k - work.seqlen_q + sizes.window_right, last)
+    last = gl.maximum(last, 0) // cfg.BLOCK_N
+    return gl.where(last >= MANY_TILES, last, 0)
 
 
 @gluon.jit
@@ -46,12 +64,16 @@ def visited(tiles, left, cfg: gl.constexpr):
 
     Ascending, so that the tile under a right edge, whose mask takes time, is not the first, beside which
     nothing runs. Descending with a left edge: of the tile under the right edge each row sees a key. And with
-    ALiBi, as the largest scores are there.
+    ALiBi, as the largest scores are there. In float16, whose references bear less, the far end comes second:
+    scores that grow or fall along the keys are largest at one end.
     """
     if cfg.NEAREST_FIRST:
         j = tiles.begin + left
     else:
         j = tiles.end - 1 - left
+        if cfg.BOTH_ENDS_FIRST:
+            is_later = (j > 0) & (j <= tiles.far)
+            j = gl.where(is_later, gl.where(j == 1, tiles.far, j - 1), j)
     return j
 
 

@@ -34,7 +34,7 @@ from tilewise.gpu.hopper.common.guards import page_poison, reported_length
 from tilewise.gpu.hopper.common.key_loads import make_key_ring
 from tilewise.gpu.hopper.common.layouts import accumulator_layout, partial_layout, row_layout
 from tilewise.gpu.hopper.common.products import product_of_chunks, rescaled
-from tilewise.gpu.hopper.common.ranges import key_tiles, unvisited
+from tilewise.gpu.hopper.common.ranges import MANY_TILES, key_tiles, unvisited
 from tilewise.gpu.hopper.common.scheduler import make_work_ring, peek
 from tilewise.gpu.hopper.forward.epilogue import failures, store_rows
 from tilewise.gpu.hopper.forward.loads import Rings, load_role
@@ -48,8 +48,6 @@ from tilewise.gpu.hopper.forward.scores import (
 )
 from tilewise.gpu.hopper.forward.watched import nothing_watched
 from tilewise.gpu.hopper.mask.visits import entry_at, load_bits, tile_of, visits_of
-
-MANY_TILES = gl.constexpr(8)  # of keys: from there on a work tile looks how steep its first scores are
 
 
 @gluon.jit

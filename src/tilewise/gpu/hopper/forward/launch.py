@@ -166,6 +166,7 @@ def forward_config(problem: AttentionProblem) -> ForwardConfig:
         HEADROOM=HEADROOM[problem.dtype],
         LARGEST_SUM=LARGEST_SUM[problem.dtype],
         LARGEST_SPREAD=LARGEST_SPREAD[problem.dtype],
+        BOTH_ENDS_FIRST=problem.dtype == torch.float16 and _has_plain_scores(problem),
         PACK=_pack(problem),
         HAS_SINKS=problem.has_sinks,
         BIAS_OF_ROWS=problem.bias_shape is not None and problem.bias_shape[3] == 1,
@@ -201,7 +202,12 @@ def _pack(problem: AttentionProblem) -> int:
     """Query heads that share a tile: all of a key head's where queries may be too few to fill one."""
     group = problem.group_size
     fits = 1 < group <= WARPGROUP_ROWS and group & (group - 1) == 0
-    is_plain = problem.mask_shape is None and problem.dropout_p == 0 and not problem.has_alibi
-    is_plain = is_plain and problem.bias_shape is None and not problem.has_score_function
+    is_plain = _has_plain_scores(problem) and problem.dropout_p == 0
     may_be_few = problem.seqlen_q <= WARPGROUP_ROWS or (problem.is_packed and problem.is_cached)
     return group if fits and may_be_few and is_plain else 1
+
+
+def _has_plain_scores(problem: AttentionProblem) -> bool:
+    """Whether nothing is added to scores, and a window alone hides some."""
+    has_more = problem.bias_shape is not None or problem.has_alibi or problem.has_score_function
+    return problem.mask_shape is None and not has_more

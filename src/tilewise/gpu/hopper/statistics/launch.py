@@ -33,6 +33,7 @@ class StatisticsConfig:
     LATEST_FIRST: ClassVar[bool] = False
     DESCENDING: ClassVar[bool] = False
     NEAREST_FIRST: ClassVar[bool] = False
+    BOTH_ENDS_FIRST: ClassVar[bool] = False
     IS_CACHED: ClassVar[bool] = False
     PACK: ClassVar[int] = 1
     PRODUCER_REGISTERS: ClassVar[int] = 24
