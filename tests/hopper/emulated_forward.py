@@ -55,7 +55,13 @@ CASES: dict[str, tuple[Any, Any, int, int, int, int, dict[str, Any]]] = {
     "ramp_both_ends": (300, 1300, 2, 1, 128, 128, {"scale": 1.0, "ramp": 0.2}),
     "ramp_both_ends_causal": (1300, 1300, 1, 1, 64, 64, {"scale": 1.0, "ramp": 0.2, "causal": True}),
     "ramp_both_ends_packed": (
-        [100, 0, 1100], [130, 20, 1200], 2, 1, 64, 64, {"scale": 1.0, "ramp": 0.15, "causal": True},
+        [100, 0, 1100],
+        [130, 20, 1200],
+        2,
+        1,
+        64,
+        64,
+        {"scale": 1.0, "ramp": 0.15, "causal": True},
     ),
     # sums that are small enough, but not for values that large
     "large_values": (256, 256, 2, 2, 64, 64, {"scale": 1.0, "ramp": 3.0, "largest_value": 2.0**110}),

@@ -50,7 +50,7 @@ def key_tiles(row, NUM_ROWS: gl.constexpr, work, sizes, cfg: gl.constexpr):
 
 @gluon.jit
 def far_tile(work, sizes, cfg: gl.constexpr):
-    """The last key tile of which each row of a work tile sees a key, without a left edge; 0: tiles are few."""
+    """The last key tile of which each row of a work tile sees a key; 0 if it is one of the first."""
     last = work.seqlen_k - 1
     if cfg.HAS_RIGHT:
         last = gl.minimum(work.row + work.seqlen_k - work.seqlen_q + sizes.window_right, last)
