@@ -284,7 +284,7 @@ def test_a_tensor_given_twice_is_not_taken_for_one(backend, dim, recorder):
     found = []
     for run in (
         backward.run,
-        plan_of(backend, Options(), Request(), (q, k, v), (out, lse, None, dout, None)).run,
+        plan_of(backend, Options(), Request(), Inputs(q, k, v), (out, lse, None, dout, None)).run,
     ):
         grads = run(Inputs(q, k, v), Results(out, lse, None), dout, None)[:3]
         found.append(recorder.take((q, k, v, out, lse, dout, *grads)))

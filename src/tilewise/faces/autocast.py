@@ -18,7 +18,9 @@ def autocast(*arguments: Any) -> tuple[Any, ...]:
         return arguments
     dtype = torch.get_autocast_dtype(device_type)
 
-    def is_cast(t: Any) -> bool:
-        return isinstance(t, Tensor) and t.dtype.is_floating_point and t.dtype != torch.float64
+    kept = dtype, torch.float64
 
-    return tuple(t.to(dtype) if is_cast(t) else t for t in arguments)
+    def is_cast(t: Any) -> bool:
+        return isinstance(t, Tensor) and t.dtype not in kept and t.dtype.is_floating_point
+
+    return tuple([t.to(dtype) if is_cast(t) else t for t in arguments])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -25,6 +26,7 @@ from tilewise.gpu.launch.gpus import gpu_of
 from tilewise.gpu.launch.launch_plan import Step, find
 from tilewise.gpu.launch.plan import (
     Again,
+    Give,
     Given,
     GpuPlan,
     again_backward,
@@ -34,9 +36,11 @@ from tilewise.gpu.launch.plan import (
     given_to_backward,
     given_to_forward,
     inputs_among,
+    present,
 )
 
 MAX_HEAD_DIM = 256  # but for latent attention
+NOTHING = (None, None, *host.NO_EXTRAS)  # in place of a mask's map and extras
 
 
 def plan(problem: AttentionProblem, signature: Signature) -> Plan:
@@ -52,12 +56,12 @@ def plan(problem: AttentionProblem, signature: Signature) -> Plan:
         return function_plan(problem, signature.request, forward, backward)
     if signature.direction == "backward":
         again = functools.partial(_again_backward, problem)
-        return GpuPlan(problem, signature, _backward, again, given_to_backward)
+        return GpuPlan(problem, signature, _backward, again, given_to_backward(signature))
     residual, order = signature.request.residual, signature.request.order
     kernels = forward_kernels(problem)
     first = functools.partial(_forward, order=order, residual=residual)
     again = functools.partial(kernels.again, problem, order, residual)
-    return GpuPlan(problem, signature, first, again, kernels.given)
+    return GpuPlan(problem, signature, first, again, kernels.given(signature))
 
 
 def saves(problem: AttentionProblem) -> Saves:
@@ -112,7 +116,7 @@ class Kernels(NamedTuple):
     serve: Callable[[AttentionProblem], bool]
     first: Callable[[AttentionProblem, Inputs, str, bool], tuple[Tensor, ...]]
     again: Callable[[AttentionProblem, str, bool, Given], Again | None]
-    given: Callable[[Inputs], Given | None]  # what `again` takes of a call; None: it is always a first one
+    given: Callable[[Signature], Give | None]  # what `again` takes of calls; None: they are always first ones
 
 
 def forward_kernels(problem: AttentionProblem) -> Kernels:
@@ -181,15 +185,17 @@ def _again_forward(problem: AttentionProblem, order: str, residual: bool, given:
     is_ready = all(host.tma_ready(t) is t for t in given[:3])
     if not is_ready or not all(t is None or t.is_contiguous() for t in given[3:5]):
         return None
-    config = forward_launch.forward_config(problem)
+    config, device = forward_launch.forward_config(problem), given[0].device
     strides = forward_launch.map_of(problem, Inputs(*given), config)[2:]
+    is_plain = len(given) == 3
 
     def more(given: Given) -> tuple[Tensor | None, ...]:
+        if is_plain:
+            return (None, None, host.scheduler_counter(device), *NOTHING)
         inputs = Inputs(*given)
         mask = forward_launch.map_of(problem, inputs, config)
         ordered = host.order_sequences(problem, *inputs[3:5], config.BLOCK_M // config.PACK)
-        counter = host.scheduler_counter(inputs.query.device)
-        return (*ordered, counter, *mask[:2], *host.extras_of(problem, inputs))
+        return (*ordered, host.scheduler_counter(device), *mask[:2], *host.extras_of(problem, inputs))
 
     def steps(given: Given, new: Given) -> list[Step]:
         out, lse, rest, *scheduled = new[:8]
@@ -200,11 +206,9 @@ def _again_forward(problem: AttentionProblem, order: str, residual: bool, given:
     return again_forward(problem, order, residual, given, steps, more)
 
 
-def _given_cached(inputs: Inputs) -> tuple[Any, ...] | None:
+def _given_cached(signature: Signature) -> Give | None:
     used = decode_launch.CachedTensors._fields
-    if any(t is not None for name, t in inputs._asdict().items() if name not in used):
-        return None
-    return tuple(getattr(inputs, name) for name in used)
+    return attrgetter(*used) if present(signature) <= set(used) else None
 
 
 def _again_decode(
@@ -292,12 +296,15 @@ def _again_backward(problem: AttentionProblem, given: Given) -> Again | None:
     config = backward_launch.backward_config(problem)
     division = backward_launch.divide(problem, config, host.num_sms(torch.cuda.current_device()))
     strides = backward_launch.map_of(problem, inputs_among(given), config)[2:]
+    device, is_plain = given[0].device, len(given) == 7
 
     def more(given: Given) -> tuple[Tensor | None, ...]:
+        counter = host.scheduler_counter(device)
+        if is_plain:
+            return (counter, None, None, *NOTHING)
         inputs = inputs_among(given)
         cu_q, cu_k = inputs[3:5]
         mask = backward_launch.map_of(problem, inputs, config)
-        counter = host.scheduler_counter(inputs.query.device)
         ordered = host.order_sequences(problem, cu_k, cu_q, config.BLOCK_N)
         return (counter, *mask[:2], *ordered, *host.extras_of(problem, inputs, True))
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Sequence
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from tilewise.core.plan import FunctionPlan, Results
 from tilewise.core.problem import AttentionProblem, Gradients, Inputs
-from tilewise.core.signature import ALIGNMENT, Request, Signature, contiguous_strides, named, stand_in
+from tilewise.core.signature import Request, Signature, contiguous_strides, named, stand_in
 from tilewise.gpu.launch.launch_plan import LaunchPlan, Step, find
 
 MAX_ADDRESSES = 128  # calls whose arguments are kept: more than most models have layers
@@ -25,6 +26,7 @@ SCRATCH_ALIGNMENT = 512  # bytes: where PyTorch's allocator would let a tensor s
 # Tensors besides query, key and value of calls that are launched again; decoding takes others, too.
 REPEATED = {"cu_seqlens_q", "cu_seqlens_k", "mask", "alibi_slopes", "dropout_seed"}
 Given = Sequence[Any]  # tensors; None where there is none
+Give = Callable[..., Given]  # what `Again` takes, of the arguments of a plan's `run`
 Again = Callable[[Given], Any]  # None: the first way has to serve
 More = Callable[[Given], tuple[Tensor | None, ...]]  # what launches take besides, of each call anew
 
@@ -36,7 +38,7 @@ class GpuPlan:
         first: takes inputs and, in a backward, results, dout and dlse.
         find_again: from the tensors of a call like one that has gone the first way, what serves it and later
             ones; None if nothing does.
-        given: the tensors of a call that `find_again`'s answer takes; None for calls that have others.
+        give: the tensors of a call that `find_again`'s answer takes; None if calls have others.
     """
 
     layout = "bshd"
@@ -47,12 +49,14 @@ class GpuPlan:
         signature: Signature,
         first: Callable[..., Any],
         find_again: Callable[[Given], Again | None],
-        given: Callable[..., Given | None],
+        give: Give | None,
     ) -> None:
-        self.problem, self._first, self._find_again, self._given = problem, first, find_again, given
+        self.problem, self._first, self._find_again, self._give = problem, first, find_again, give
         tensors = [t for t in named((*signature.inputs, *signature.results)) if t is not None]
-        is_here = stand_in() is None  # else there is nothing to launch again
-        self._may_repeat = is_here and all(t.misalignment == 0 and t.device.type == "cuda" for t in tensors)
+        may_repeat = give is not None and stand_in() is None  # else there is nothing to launch again
+        self._may_repeat = may_repeat and all(
+            t.misalignment == 0 and t.device.type == "cuda" for t in tensors
+        )
         self._device = tensors[0].device.index
         self._again: Again | None = None
         self._is_first, self._is_second = True, False
@@ -76,27 +80,40 @@ class GpuPlan:
 
     def _launch_again(self, arguments: tuple[Any, ...]) -> Any:
         """None where the first way has to serve."""
-        given = self._given(*arguments)
+        assert self._give is not None
+        given = self._give(*arguments)
         if self._is_second and not torch.cuda.is_current_stream_capturing():
             self._is_second = False
             # views, as the same tensor may have been given twice; of a mask, as what was made of it is kept
-            if given is not None:
-                self._again = self._find_again([None if t is None else t[...] for t in given])
-        return None if self._again is None or given is None else self._again(given)
+            self._again = self._find_again([None if t is None else t[...] for t in given])
+        return None if self._again is None else self._again(given)
 
 
-def given_to_forward(inputs: Inputs) -> Given | None:
+def present(signature: Signature) -> set[str]:
+    """The names of the inputs that a signature has besides query, key and value."""
+    pairs = zip(Inputs._fields[3:], signature.inputs[3:], strict=True)
+    return {name for name, t in pairs if t is not None}
+
+
+def given_to_forward(signature: Signature) -> Give | None:
     """query, key and value; with all others behind them if there are some, of `REPEATED` alone."""
-    if not any(t is not None for t in inputs[3:]):
-        return inputs[:3]
-    others = zip(inputs._fields[3:], inputs[3:], strict=True)
-    return None if any(t is not None and name not in REPEATED for name, t in others) else inputs
+    others = present(signature)
+    if not others:
+        return itemgetter(slice(3))
+    return tuple if others <= REPEATED else None
 
 
-def given_to_backward(inputs: Inputs, results: Results, dout: Tensor, dlse: Tensor | None) -> Given | None:
+def given_to_backward(signature: Signature) -> Give | None:
     """query, key, value, out, lse, residual, dout, and what `given_to_forward` has behind the first three."""
-    given = given_to_forward(inputs) if dlse is None else None
-    return None if given is None else (*given[:3], *results, dout, *given[3:])
+    to_forward, (*_, dlse) = given_to_forward(signature), signature.results
+    if to_forward is None or dlse is not None:
+        return None
+
+    def give(inputs: Inputs, results: Results, dout: Tensor, dlse: None) -> Given:
+        first, second, third, *others = to_forward(inputs)
+        return (first, second, third, *results, dout, *others)
+
+    return give
 
 
 def inputs_among(given: Given) -> Inputs:
@@ -121,7 +138,7 @@ def function_plan(
 
 
 class Location(NamedTuple):
-    """Where a tensor of a launch lies: in which tensor of the call, how many bytes from its beginning."""
+    """Where a tensor of a launch lies: in which of the call's, how many bytes from its beginning."""
 
     tensor: int
     offset: int = 0
@@ -138,10 +155,9 @@ class PlannedLaunches(dict[tuple[int, ...], list[tuple[LaunchPlan, list[Any]]]])
         if len(self) >= MAX_ADDRESSES:
             self.clear()
         launches = []
-        if all(address % ALIGNMENT == 0 for address in addresses):
-            for plan, locations in self._plans:
-                absolute = [None if p is None else addresses[p.tensor] + p.offset for p in locations]
-                launches.append((plan, plan.arguments(absolute)))
+        for plan, locations in self._plans:
+            absolute = [None if p is None else addresses[p.tensor] + p.offset for p in locations]
+            launches.append((plan, plan.arguments(absolute)))
         if self._are_kept:
             self[addresses] = launches
         return launches
@@ -150,12 +166,10 @@ class PlannedLaunches(dict[tuple[int, ...], list[tuple[LaunchPlan, list[Any]]]])
         """Whether a profiler wants to be told of launches: then the first way has to serve."""
         return self._plans[0][0].is_watched()
 
-    def start(self, tensors: Given) -> bool:
-        """Whether they were started: not if a tensor is not aligned."""
-        launches = self[tuple([0 if t is None else t.data_ptr() for t in tensors])]
-        for plan, arguments in launches:
+    def start(self, tensors: Sequence[Tensor]) -> None:
+        """Start them all, with tensors that are as aligned as those they were planned with."""
+        for plan, arguments in self[tuple([t.data_ptr() for t in tensors])]:
             plan.start(arguments)
-        return bool(launches)
 
 
 def plan_steps(
@@ -232,9 +246,13 @@ def _again(
     buffers: what launches take in place of the last of these tensors, and at which offsets it lies there.
     """
     made, others = [allocate() for allocate in allocators], more(given)
-    locations: dict[int, Location | None] = {id(None): None}
-    locations |= {id(t): Location(n) for n, t in enumerate((*given, *made, *others)) if t is not None}
-    locations |= {id(t): Location(len(given) + len(made) - 1, offset) for t, offset in buffers}
+    tensors = (*given, *made, *others)
+    places = [n for n, t in enumerate(tensors) if t is not None]
+    there: Callable[[Given], Sequence[Tensor]] = itemgetter(*places)
+    locations: dict[int, Any] = {id(t): Location(n) for n, t in enumerate(there(tensors))}
+    if buffers:
+        locations |= {id(t): Location(locations[id(made[-1])].tensor, offset) for t, offset in buffers}
+    locations[id(None)] = None
     new = [*made[:3], *(t for t, _ in buffers), *others]
     planned = plan_steps(problem, steps(given, new), locations)
     if planned is None:
@@ -244,7 +262,8 @@ def _again(
         if planned.is_watched():
             return None
         made = [allocate() for allocate in allocators]
-        return result(*made[:3]) if planned.start((*given, *made, *more(given))) else None
+        planned.start(there((*given, *made, *more(given))))
+        return result(*made[:3])
 
     return again
 

@@ -35,14 +35,14 @@ def plan(problem: AttentionProblem, signature: Signature) -> Plan:
         return function_plan(problem, signature.request, _forward, launch.backward)
     if signature.direction == "backward":
         again = functools.partial(_again_backward, problem)
-        return GpuPlan(problem, signature, launch.backward, again, given_to_backward)
+        return GpuPlan(problem, signature, launch.backward, again, given_to_backward(signature))
     residual, order = signature.request.residual, signature.request.order
     first = functools.partial(_forward, order=order, residual=residual)
     if launch_decode.serves(problem):
         again = functools.partial(launch_decode.again, problem, order, residual)
-        return GpuPlan(problem, signature, first, again, lambda inputs: inputs)
+        return GpuPlan(problem, signature, first, again, tuple)
     again = functools.partial(_again_forward, problem, order, residual)
-    return GpuPlan(problem, signature, first, again, given_to_forward)
+    return GpuPlan(problem, signature, first, again, given_to_forward(signature))
 
 
 def saves(problem: AttentionProblem) -> Saves:

@@ -92,6 +92,9 @@ def options(problem: AttentionProblem) -> dict[str, Any]:
     }
 
 
+NO_EXTRAS = (None,) * 6
+
+
 def extras_of(
     problem: AttentionProblem, inputs: Inputs, is_transposed: bool = False
 ) -> tuple[Tensor | None, ...]:
