@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tilewise.core.plan import Results
-from tilewise.core.problem import Inputs, Options, describe_signature
+from tilewise.core.problem import Inputs, Options, describe_signature, in_layout
 from tilewise.core.signature import Request, Signature, look
 from tilewise.dispatch import plans
 from tilewise.gpu.launch import launch_plan, plan as gpu_plan
@@ -129,10 +129,11 @@ def on_gpu(tensors):
     return tuple(None if t is None else (*t[:3], DEVICE, 0, *t[5:]) for t in seen)
 
 
-def plan_of(backend, options, request, inputs, results=()):
+def plan_of(backend, options, request, inputs, results=(), layout="bshd"):
+    """Of calls in a layout; `inputs` and `results` are in "bshd"."""
     direction = "backward" if results else "forward"
     signature = Signature(
-        direction, on_gpu(inputs), on_gpu(results), False, options, backend, request, False, threads=1
+        direction, on_gpu(inputs), on_gpu(results), False, options, backend, request, False, 1, layout
     )
     module = importlib.import_module(f"tilewise.gpu.{backend}.plan")
     return module.plan(describe_signature(signature), signature)
@@ -195,6 +196,27 @@ def test_later_calls_launch_what_the_first_does(backend, order, dims, call, reco
             assert [plan._again is None for plan in (forward, backward)] == [is_readied] * 2
             assert len(found[0]) >= 4 and found[1] == found[0] and (is_copied or found[2] == found[0])
             assert recorder.compiled == 2 * len(found[0])  # the first call, and the one that is profiled
+
+
+@pytest.mark.parametrize("backend", ["hopper", "triton"])
+def test_calls_in_another_layout_launch_the_same(backend, recorder):
+    found = []
+    for layout in ("bshd", "bhsd"):
+        q, k, v, out, lse, residual, dout = draw((64, 64), (100, 130), "bshd", 0)
+        inputs, results = Inputs(q, k, v), Results(out, lse, residual)
+        forward = plan_of(backend, Options(), Request(True, True), inputs, layout=layout)
+        backward = plan_of(backend, Options(), Request(), inputs, (*results, dout, None), layout)
+        if layout == "bhsd":
+            inputs, results = in_layout(inputs, layout), results._replace(out=out.transpose(1, 2))
+            dout = dout.transpose(1, 2)
+        recorder.forget()
+        for _ in range(3):
+            new, grads = forward.run(inputs), backward.run(inputs, results, dout, None)[:3]
+            found.append(recorder.take((*inputs, *results, dout, *new, *grads)))
+            assert new.out.shape == results.out.shape and new.out.stride() == results.out.stride()
+            assert all(g.shape == t.shape and g.stride() == t.stride() for g, t in zip(grads, inputs))
+        assert forward.layout == layout and forward._again is not None and backward._again is not None
+    assert len(found[0]) >= 4 and all(launched == found[0] for launched in found)
 
 
 SHAPING = {  # options, and shapes of tensors with their dtypes

@@ -351,12 +351,13 @@ def test_activation_checkpointing_keeps_the_pattern(use_reentrant):
 
 @pytest.fixture
 def calls(monkeypatch):
-    """The options of every call of tilewise.attention and attention_varlen, with the keys' shape."""
+    """The options of all calls of tilewise.attention and attention_varlen, with the keys' shape in "bshd"."""
     recorded = []
 
     def spy(function):
         def call(query, key, *rest, **options):
-            recorded.append(options | {"key_shape": tuple(key.shape)})
+            in_order = key.transpose(1, 2) if options.get("layout") == "bhsd" else key
+            recorded.append(options | {"key_shape": tuple(in_order.shape)})
             return function(query, key, *rest, **options)
 
         return call

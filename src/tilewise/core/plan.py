@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
-from tilewise.core.problem import AttentionProblem, Gradients, Inputs
+from tilewise.core.problem import AttentionProblem, Gradients, Inputs, in_layout
+from tilewise.core.signature import Signature
 
 
 class Results(NamedTuple):
@@ -80,3 +81,51 @@ class FunctionPlan:
         if results is None:
             return self.function(self.problem, inputs)
         return self.function(self.problem, inputs, results, *gradients)
+
+
+def fitted(plan: Plan, signature: Signature) -> Plan:
+    """The plan, for tensors in the signature's layout."""
+    return plan if plan.layout == signature.layout else Transposed(plan.problem, signature.layout, plan)
+
+
+@dataclass(frozen=True)
+class Transposed:
+    """A plan for tensors in "bshd", in calls that have them in another layout."""
+
+    problem: AttentionProblem
+    layout: str
+    plan: Plan
+
+    def run(self, *arguments: Any) -> Results | Watched | Gradients | Retry:
+        found = self.plan.run(*in_bshd(self.layout, *arguments))
+        return found if isinstance(found, Retry) else answer_in(self.layout, found)
+
+
+def in_bshd(
+    layout: str,
+    inputs: Inputs,
+    results: Results | None = None,
+    dout: Tensor | None = None,
+    dlse: Tensor | None = None,
+) -> tuple[Any, ...]:
+    """What `Plan.run` takes, in "bshd"; it is given in a layout."""
+    if results is None or dout is None:
+        return (in_layout(inputs, layout),)
+    if layout != "bshd":
+        results, dout = _transposed(results), dout.transpose(1, 2)
+    return in_layout(inputs, layout), results, dout, dlse
+
+
+def answer_in(layout: str, found: Any) -> Any:
+    """What `Plan.run` gives, in a layout; it is given in "bshd"."""
+    if layout == "bshd":
+        return found
+    if isinstance(found, Gradients):
+        return in_layout(found, layout)
+    if isinstance(found, Watched):
+        return found._replace(results=_transposed(found.results))
+    return _transposed(found) if isinstance(found, Results) else found
+
+
+def _transposed(results: Results) -> Results:
+    return results if results.out is None else results._replace(out=results.out.transpose(1, 2))

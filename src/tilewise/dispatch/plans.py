@@ -12,14 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor, is_grad_enabled, is_inference_mode_enabled
 
-from tilewise.core.plan import Plan, Results, Retry, Saves, Watched
+from tilewise.core.plan import Plan, Results, Retry, Saves, fitted
 from tilewise.core.problem import (
     AttentionProblem,
     Gradients,
     Inputs,
     Options,
     describe_signature,
-    in_layout,
     of_gradient,
 )
 from tilewise.core.signature import (
@@ -218,12 +217,12 @@ def _make_backward(signature: Signature) -> Entry:
     problem = describe_signature(signature)
     name = choose(problem, signature.backend, is_backward=True)
     module = load(name)
-    plan = module.plan(problem, signature)
+    plan = fitted(module.plan(problem, signature), signature)
     if with_bias_of_distances(problem).bias_needs_grad and name in BIAS_GRADIENTS:
         other = load(BIAS_GRADIENTS[name])
-        of_bias = other.plan(problem, signature._replace(direction="bias"))
+        of_bias = fitted(other.plan(problem, signature._replace(direction="bias")), signature)
         plan = WithBiasGradient(problem, plan.layout, plan, of_bias)
-    return Entry(fitted(plan, signature), signature, name, module.saves(problem))
+    return Entry(plan, signature, name, module.saves(problem))
 
 
 @dataclass(frozen=True)
@@ -256,40 +255,6 @@ def run(
             plan = load(plan).plan(entry.plan.problem, entry.signature)
         found = fitted(plan, entry.signature).run(inputs, results, dout, dlse)
     return found
-
-
-def fitted(plan: Plan, signature: Signature) -> Plan:
-    """The plan, for tensors in the signature's layout."""
-    return plan if plan.layout == signature.layout else Transposed(plan.problem, signature.layout, plan)
-
-
-@dataclass(frozen=True)
-class Transposed:
-    """A plan for tensors in "bshd", in calls that have them in another layout."""
-
-    problem: AttentionProblem
-    layout: str
-    plan: Plan
-
-    def run(
-        self,
-        inputs: Inputs,
-        results: Results | None = None,
-        dout: Tensor | None = None,
-        dlse: Tensor | None = None,
-    ) -> Results | Watched | Gradients | Retry:
-        if results is not None and dout is not None:
-            results, dout = _transposed(results), dout.transpose(1, 2)
-        found = self.plan.run(in_layout(inputs, self.layout), results, dout, dlse)
-        if isinstance(found, Gradients):
-            return in_layout(found, self.layout)
-        if isinstance(found, Watched):
-            return found._replace(results=_transposed(found.results))
-        return _transposed(found) if isinstance(found, Results) else found
-
-
-def _transposed(results: Results) -> Results:
-    return results if results.out is None else results._replace(out=results.out.transpose(1, 2))
 
 
 def attend(

@@ -126,8 +126,9 @@ def attention_forward(
             "output_attentions=True asks for the matrix of weights, which tilewise does not form: "
             "register(weight_rows=(-1,)) gives single rows, attn_implementation='eager' all"
         )
-    query, key, value = (t.transpose(1, 2) for t in autocast(query, key, value))
-    used_k = seqlen_k = key.shape[1]
+    query, key, value = autocast(query, key, value)
+    seqlen_q, seqlen_k = query.shape[2], key.shape[2]
+    used_k = seqlen_k
     options: dict[str, Any] = {
         "scale": scaling,
         "softcap": softcap or 0.0,
@@ -139,7 +140,7 @@ def attention_forward(
     if cu_seq_lens_q is not None and cu_seq_lens_k is not None:
         starts = cu_seq_lens_q, cu_seq_lens_k
     pattern: Pattern | None = getattr(attention_mask, "pattern", None)
-    if pattern is not None and (pattern.seqlen_q, pattern.seqlen_k) == (query.shape[1], seqlen_k):
+    if pattern is not None and (pattern.seqlen_q, pattern.seqlen_k) == (seqlen_q, seqlen_k):
         options["window"], used_k = pattern.window, pattern.used_k
         attention_mask = pattern.key_mask
         if starts is None and pattern.sequence_ids is not None:
@@ -151,28 +152,29 @@ def attention_forward(
         return _attend_packed(query, key, value, starts, longest, options), None
     mask, bias = _mask_and_bias(attention_mask, position_bias)
     if starts is not None:
-        same = _same_sequence(*starts, query.shape[0], query.shape[1], seqlen_k)
+        same = _same_sequence(*starts, query.shape[0], seqlen_q, seqlen_k)
         mask = same if mask is None else mask & same
     mask, bias = (t if t is None or t.shape[-1] in (1, used_k) else t[..., :used_k] for t in (mask, bias))
     if used_k < seqlen_k:
-        key, value = key[:, :used_k], value[:, :used_k]
+        key, value = key[:, :, :used_k], value[:, :, :used_k]
     if output_attentions:
         options["return_aux"] = Aux(rows=weight_rows)
-    found = attention(query, key, value, mask=mask, bias=bias, **options)
-    if not output_attentions:
-        return found, None  # type: ignore[return-value]
-    out, aux = found
-    return out, F.pad(aux.rows, (0, seqlen_k - used_k))  # type: ignore[return-value, union-attr, arg-type]
+    found = attention(query, key, value, mask=mask, bias=bias, layout="bhsd", **options)
+    out, weights = found, None
+    if output_attentions:
+        out, aux = found
+        weights = F.pad(aux.rows, (0, seqlen_k - used_k))
+    return out.transpose(1, 2), weights
 
 
 def _attend_packed(
     query: Tensor, key: Tensor, value: Tensor, starts: Any, longest: Any, options: dict[str, Any]
 ) -> Tensor:
-    """Packed sequences in (batch, seqlen, heads, dim) tensors; `starts` count the flattened tokens."""
-    q, k, v = (t.flatten(0, 1) for t in (query, key, value))
+    """Packed sequences in (batch, heads, seqlen, dim) tensors; `starts` count the flattened tokens."""
+    q, k, v = (t.transpose(1, 2).flatten(0, 1) for t in (query, key, value))
     bounds = [None if n is None else int(n) for n in longest]
     out = attention_varlen(q, k, v, *starts, *bounds, **options)
-    return out.view(*query.shape[:2], *out.shape[1:])  # type: ignore[union-attr]
+    return out.view(query.shape[0], query.shape[2], *out.shape[1:])  # type: ignore[union-attr]
 
 
 def _module_options(module: nn.Module, is_causal: bool | None, sliding_window: int | None) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tilewise.core.plan import FunctionPlan, Results
+from tilewise.core.plan import FunctionPlan, Results, answer_in, fitted, in_bshd
 from tilewise.core.problem import AttentionProblem, Gradients, Inputs
 from tilewise.core.signature import Request, Signature, contiguous_strides, named, stand_in
 from tilewise.gpu.launch.launch_plan import LaunchPlan, Step, find
@@ -36,12 +36,10 @@ class GpuPlan:
 
     Args:
         first: takes inputs and, in a backward, results, dout and dlse.
-        find_again: from the tensors of a call like one that has gone the first way, what serves it and later
-            ones; None if nothing does.
+        find_again: from the tensors of a call like one that has gone the first way, in "bshd", what serves it
+            and later ones, in any layout, as only addresses count; None if nothing does.
         give: the tensors of a call that `find_again`'s answer takes; None if calls have others.
     """
-
-    layout = "bshd"
 
     def __init__(
         self,
@@ -51,7 +49,8 @@ class GpuPlan:
         find_again: Callable[[Given], Again | None],
         give: Give | None,
     ) -> None:
-        self.problem, self._first, self._find_again, self._give = problem, first, find_again, give
+        self.problem, self.layout, self._find_again, self._give = problem, signature.layout, find_again, give
+        self._first = fitted(FunctionPlan(problem, first), signature).run
         tensors = [t for t in named((*signature.inputs, *signature.results)) if t is not None]
         may_repeat = give is not None and stand_in() is None  # else there is nothing to launch again
         self._may_repeat = may_repeat and all(
@@ -73,7 +72,7 @@ class GpuPlan:
             found = self._launch_again(arguments)
             if found is not None:
                 return found
-        found = self._first(self.problem, *arguments)
+        found = self._first(*arguments)
         if self._is_first:
             self._is_first, self._is_second = False, self._may_repeat
         return found
@@ -85,8 +84,9 @@ class GpuPlan:
         if self._is_second and not torch.cuda.is_current_stream_capturing():
             self._is_second = False
             # views, as the same tensor may have been given twice; of a mask, as what was made of it is kept
-            self._again = self._find_again([None if t is None else t[...] for t in given])
-        return None if self._again is None else self._again(given)
+            views = [None if t is None else t[...] for t in self._give(*in_bshd(self.layout, *arguments))]
+            self._again = self._find_again(views)
+        return None if self._again is None else answer_in(self.layout, self._again(given))
 
 
 def present(signature: Signature) -> set[str]:
