@@ -61,7 +61,7 @@ def kept(
     if is_captured or not all(is_plain_eager(t) and not t.is_inference() for t in tensors):
         return make()
     views = tuple((t.data_ptr(), t.shape, t.stride(), t.dtype) for t in tensors)
-    key = (views, choices, device, raw_stream(device) if device.type == "cuda" else 0)
+    key = (views, choices, device, raw_stream(device.index) if device.type == "cuda" else 0)
     bases, versions = zip(*map(base_and_version, tensors or (_nothing,)), strict=True)
     with _lock:
         found: _Kept | None = _results.get(bases[0], {}).get(key)

@@ -188,13 +188,20 @@ def bind(compiled: Any, grid: tuple[int, int, int]) -> BoundKernel | None:
 
 
 class LaunchPlan:
-    """One launch of a compiled kernel for any tensors like those it was made with; keeps none of them."""
+    """One launch of a compiled kernel for any tensors like those it was made with; keeps none of them.
+
+    Attributes:
+        start: launches on the current stream, with what `arguments` gave. Until it returns the tensors must
+            stay allocated; their device must be the current one.
+        is_watched: whether a profiler wants to be told of launches, of which `start` tells nobody.
+    """
 
     def __init__(
         self, launch: Launch, bound: BoundKernel, tensors: Tensors, rebuild: Callable[[Tensors], Launch]
     ) -> None:
-        self._bound, self._rebuild = bound, rebuild
-        self._device = tensors[0].get_device()  # type: ignore[union-attr]
+        self._rebuild = rebuild
+        self.start = functools.partial(bound.launch, tensors[0].get_device())  # type: ignore[union-attr]
+        self.is_watched = bound.is_watched
         self._arguments: list[Any] = []
         # positions of arguments that are filled in, and the indices of their tensors
         self._pointers: list[tuple[int, int]] = []
@@ -221,14 +228,10 @@ class LaunchPlan:
 
     def __call__(self, tensors: Tensors) -> None:
         """Launch on the current stream; the tensors' device must be the current one."""
-        if self._bound.is_watched():
+        if self.is_watched():
             start(self._rebuild(tensors))
         else:
             self.start(self.arguments([None if t is None else t.data_ptr() for t in tensors]))
-
-    def is_watched(self) -> bool:
-        """Whether a profiler wants to be told of launches, of which `start` tells nobody."""
-        return self._bound.is_watched()
 
     def arguments(self, addresses: Addresses) -> list[Any]:
         """What `start` takes for tensors at these addresses."""
@@ -240,10 +243,6 @@ class LaunchPlan:
         for position, fill in self._tuples:
             arguments[position] = fill(addresses)
         return arguments
-
-    def start(self, arguments: list[Any]) -> None:
-        """Launch likewise; the tensors must stay allocated until this returns."""
-        self._bound.launch(self._device, arguments)
 
 
 _plans: dict[Any, LaunchPlan] = {}

@@ -150,6 +150,7 @@ class PlannedLaunches(dict[tuple[int, ...], list[tuple[LaunchPlan, list[Any]]]])
     def __init__(self, plans: Sequence[tuple[LaunchPlan, Sequence[Location | None]]], are_kept: bool) -> None:
         """`plans`: each with the locations of its tensors. are_kept: arguments, as addresses come again."""
         self._plans, self._are_kept = plans, are_kept
+        self.is_watched = plans[0][0].is_watched  # then the first way has to serve
 
     def __missing__(self, addresses: tuple[int, ...]) -> list[tuple[LaunchPlan, list[Any]]]:
         if len(self) >= MAX_ADDRESSES:
@@ -161,10 +162,6 @@ class PlannedLaunches(dict[tuple[int, ...], list[tuple[LaunchPlan, list[Any]]]])
         if self._are_kept:
             self[addresses] = launches
         return launches
-
-    def is_watched(self) -> bool:
-        """Whether a profiler wants to be told of launches: then the first way has to serve."""
-        return self._plans[0][0].is_watched()
 
     def start(self, tensors: Sequence[Tensor]) -> None:
         """Start them all, with tensors that are as aligned as those they were planned with."""

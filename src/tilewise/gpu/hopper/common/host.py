@@ -47,8 +47,7 @@ def scheduler_counter(device: torch.device, number: int = 0) -> Tensor:
     """
     if stand_in() is not None or torch.cuda.is_current_stream_capturing():
         return torch.zeros(2, dtype=torch.int32, device=device)
-    stream = raw_stream(device)
-    key = (device.index, stream, number)
+    key = (device.index, raw_stream(device.index), number)
     if key not in _COUNTERS:
         _COUNTERS[key] = torch.zeros(2, dtype=torch.int32, device=device)
     return _COUNTERS[key]
