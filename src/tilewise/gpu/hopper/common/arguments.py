@@ -32,7 +32,7 @@ class KernelConfig:
     HAS_BIAS: bool = False
     BIAS_OF_ROWS: bool = False  # all columns of a tile have the same
     BIAS_OF_DISTANCES: bool = False  # it depends on key - query
-    BOTH_ENDS_FIRST: bool = False  # of the key tiles the first and the last are visited before others
+    BOTH_ENDS_FIRST: bool = False  # of the key tiles the last and the first are visited before others
     SCORE: Any = None  # a score function: see `gpu.functions.source`
     HAS_SLOPE: bool = False  # in the backward, its derivative by the score is not 1
 

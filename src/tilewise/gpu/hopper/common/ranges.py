@@ -9,8 +9,8 @@ MANY_TILES = gl.constexpr(8)  # of keys: from there on a work tile looks how its
 class KeyTiles:
     """Key tiles [begin, end) of some query rows; those in [full_begin, full_end) need no mask.
 
-    Before the last num_steady tiles of the visit, in the order of `visited`, each row has seen a key; and the
-    tile `far`, if it is not 0, has been visited, which is the second.
+    Before the last num_steady tiles of the visit, in the order of `visited`, each row has seen a key; and
+    where `far` is not 0, it has been visited first, and tile 0 second.
     """
 
     begin: gl.tensor
@@ -64,16 +64,16 @@ def visited(tiles, left, cfg: gl.constexpr):
 
     Ascending, so that the tile under a right edge, whose mask takes time, is not the first, beside which
     nothing runs. Descending with a left edge: of the tile under the right edge each row sees a key. And with
-    ALiBi, as the largest scores are there. In float16, whose references bear less, the far end comes second:
-    scores that grow or fall along the keys are largest at one end.
+    ALiBi, as the largest scores are there. In float16, whose references bear less, the far tile comes first
+    and tile 0 second: scores that grow or fall along the keys are largest at one of them, and a first key that
+    is a sink is there.
     """
     if cfg.NEAREST_FIRST:
         j = tiles.begin + left
     else:
         j = tiles.end - 1 - left
         if cfg.BOTH_ENDS_FIRST:
-            is_later = (j > 0) & (j <= tiles.far)
-            j = gl.where(is_later, gl.where(j == 1, tiles.far, j - 1), j)
+            j = gl.where(j == 0, tiles.far, gl.where(j <= tiles.far, j - 1, j))
     return j
 
 
