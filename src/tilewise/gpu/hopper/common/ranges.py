@@ -64,9 +64,9 @@ def visited(tiles, left, cfg: gl.constexpr):
 
     Ascending, so that the tile under a right edge, whose mask takes time, is not the first, beside which
     nothing runs. Descending with a left edge: of the tile under the right edge each row sees a key. And with
-    ALiBi, as the largest scores are there. In float16, whose references bear less, the far tile comes first
-    and tile 0 second: scores that grow or fall along the keys are largest at one of them, and a first key that
-    is a sink is there.
+    ALiBi, as the largest scores are there. In float16, whose references bear less, the far tile is first and
+    tile 0 second: scores that grow or fall along the keys are largest at one of them, and so are those of a
+    first key that is a sink.
     """
     if cfg.NEAREST_FIRST:
         j = tiles.begin + left
