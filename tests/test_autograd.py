@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor, library
 from torch.autograd import gradcheck, gradgradcheck
+from torch.autograd.forward_ad import dual_level, make_dual
 from torch.utils.checkpoint import checkpoint
 
 import tilewise
@@ -248,6 +249,42 @@ def test_vmap_is_a_loop(dims, options):
             gradients, torch.func.grad(summed, argnums=(0, 1, 2))(*row, e[n])
         ):
             torch.testing.assert_close(found_gradient[n], expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("randomness", ["same", "different"])
+def test_vmap_draws_dropout(randomness):
+    q, *_ = small(torch.float32)
+    stacked = torch.stack([q] * 3)
+    torch.manual_seed(3)
+    found = torch.vmap(lambda q: tilewise.attention(q, q, q, dropout_p=0.5), randomness=randomness)(stacked)
+    assert found.shape == stacked.shape and not torch.equal(found[0], tilewise.attention(q, q, q))
+    assert torch.equal(found[0], found[1]) == torch.equal(found[1], found[2]) == (randomness == "same")
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_forward_mode_of_alibi_slopes(packed):
+    q, k, v = small()
+    slopes, cu = torch.rand(2, dtype=torch.float64), torch.tensor([0, 2, 5])
+
+    def f(q, slopes):
+        if packed:
+            return tilewise.attention_varlen(q[0], k[0], v[0], cu, cu, causal=True, alibi_slopes=slopes)
+        return tilewise.attention(q, k, v, softcap=2.0, alibi_slopes=slopes)
+
+    torch.testing.assert_close(torch.func.jacfwd(f, 1)(q, slopes), torch.func.jacrev(f, 1)(q, slopes))
+    leaves = q.requires_grad_(), slopes.requires_grad_()
+    assert torch.autograd.gradcheck(f, leaves, check_forward_ad=True)
+
+
+def test_forward_mode_of_alibi_slopes_is_refused_with_a_cache():
+    q, *_ = small(torch.float32)
+    cache = tilewise.KVCache(*q.shape, dtype=q.dtype)
+    with dual_level():
+        slopes = make_dual(torch.rand(q.shape[2]), torch.ones(q.shape[2]))
+        with pytest.raises(
+            NotImplementedError, match="alibi_slopes with a tangent has a gradient in attention,"
+        ):
+            tilewise.attention_with_cache(q, cache, q, q, alibi_slopes=slopes)
 
 
 @pytest.mark.parametrize("mode", [{"use_reentrant": False}, {"use_reentrant": True}])

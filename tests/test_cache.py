@@ -66,6 +66,19 @@ def test_attending_without_appending_and_without_causal():
     assert cache.lengths.tolist() == [5]
 
 
+@pytest.mark.parametrize("is_paged", [False, True])
+def test_queries_before_the_new_keys_are_refused(is_paged):
+    q, k = torch.randn(1, 9, 2, 8), torch.randn(1, 5, 2, 8)
+    kind = tilewise.PagedKVCache if is_paged else tilewise.KVCache
+    cache = kind(*((4, 16) if is_paged else (1, 16)), 2, 8, dtype=torch.float32)
+    if is_paged:
+        cache.allocate()
+    message = r"query.shape\[1\]=9 must be at most key.shape\[1\]=5, the new tokens"
+    with pytest.raises(ValueError, match=message):
+        tilewise.attention_with_cache(q, cache, k, k)
+    assert tilewise.attention_with_cache(q[:, :2], cache, k, k).shape == (1, 2, 2, 8)
+
+
 def test_an_empty_cache_sees_nothing():
     cache = tilewise.KVCache(1, 8, 2, 4, dtype=torch.float32)
     out, lse = tilewise.attention_with_cache(torch.randn(1, 1, 2, 4), cache, return_lse=True)

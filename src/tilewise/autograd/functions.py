@@ -19,7 +19,7 @@ from tilewise.autograd import operators
 from tilewise.autograd.operators import NUM_INPUTS
 from tilewise.autograd.second_order import AttentionBackward, AttentionJvp, directions, place
 from tilewise.autograd.vmap import fold_or_loop
-from tilewise.core.checks import check_inputs
+from tilewise.core.checks import LEARNED_SLOPES, check_inputs
 from tilewise.core.plan import Results
 from tilewise.core.problem import Gradients, Inputs, Options, describe, in_layout
 from tilewise.core.signature import LazyTensor, NoMemory, Request, all_resolved, resolved
@@ -251,7 +251,10 @@ class Attention(torch.autograd.Function):
     @staticmethod
     def jvp(ctx: Any, *tangents: Tensor | None) -> tuple[Tensor, Tensor, None]:  # type: ignore[override]
         *tensors, out, lse, residual = ctx.saved_tensors
-        dots = directions(Inputs(*tangents[:NUM_INPUTS]))  # type: ignore[arg-type]
+        of_inputs = Inputs(*tangents[:NUM_INPUTS])  # type: ignore[arg-type]
+        if of_inputs.alibi_slopes is not None:
+            raise NotImplementedError(f"alibi_slopes with a tangent {LEARNED_SLOPES}")
+        dots = directions(of_inputs)
         return (*AttentionJvp.apply(*dots, out, lse, residual, *tensors, *ctx.scalars), None)
 
     @staticmethod

@@ -31,11 +31,12 @@ def fold_or_loop(
         t is None or (name in _BATCHED_BY_FOLDING and t.ndim == 4 + (dim is not None))
         for name, t, dim in zip(Inputs._fields, inputs, in_dims[leading:end])
     )
+    asks_for_batch = Options(*rest[:NUM_OPTIONS]).functions is not None  # perhaps
+    if not is_dense or asks_for_batch:
+        return loop(function, info, in_dims, arguments)  # type: ignore[no-any-return]
     stacked = [_stack(t, dim, info.batch_size) for t, dim in zip(tensors, in_dims)]
     batch = stacked[leading].shape[1]  # type: ignore[union-attr]
-    is_even = all(t is None or t.shape[1] == batch for t in stacked)
-    asks_for_batch = Options(*rest[:NUM_OPTIONS]).functions is not None  # perhaps
-    if not is_dense or not is_even or asks_for_batch:
+    if not all(t is None or t.shape[1] == batch for t in stacked):
         return loop(function, info, in_dims, arguments)  # type: ignore[no-any-return]
     results = function(*(None if t is None else t.flatten(0, 1) for t in stacked), *rest)
     outputs = [

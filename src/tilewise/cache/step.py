@@ -37,11 +37,13 @@ def cached_step(
             raise ValueError("batch must be None for a KVCache: its sequences are the rows of query")
         if key is not None:
             cache.check_new(key, value)
+            _check_queries(query, key)
         return ContiguousStep(cache, 0 if key is None else key.shape[1])
     if not isinstance(cache, PagedKVCache):
         raise TypeError(f"cache={type(cache).__name__} must be a tilewise.KVCache or tilewise.PagedKVCache")
     if key is not None:
         cache.check_new(key, value, batch if isinstance(batch, PagedBatch) else None)
+        _check_queries(query, key)
     if isinstance(batch, PagedBatch):
         cache.check_batch(batch)
         if query.ndim == 3 and len(query) != batch.total:
@@ -59,6 +61,14 @@ def cached_step(
             f"query.shape[0]={len(query)} must be the number of sequences, {len(sequences)}, and key's"
         )
     return PagedStep(cache, cache.reserve(sequences, 0 if key is None else key.shape[1]), is_reserved=False)
+
+
+def _check_queries(query: Tensor, key: Tensor) -> None:
+    """Raises ValueError if there are more queries than new keys: the first would stand before them."""
+    if query.ndim == key.ndim == 4 and query.shape[1] > key.shape[1]:
+        raise ValueError(
+            f"query.shape[1]={query.shape[1]} must be at most key.shape[1]={key.shape[1]}, the new tokens"
+        )
 
 
 class Rotary(NamedTuple):

@@ -370,6 +370,12 @@ def warn_of_two_meanings(mask: Tensor | None, full: tuple[int, int, int, int]) -
         )
 
 
+LEARNED_SLOPES = (
+    "has a gradient in attention, and in attention_varlen where cu_seqlens_q and cu_seqlens_k are one "
+    "tensor; here pass -slope * distance as bias"
+)
+
+
 def check_score_tensors(
     s: Any, batch: int, heads: int, seqlen_q: int, seqlen_k: int, is_packed: bool
 ) -> None:
@@ -383,9 +389,6 @@ def check_score_tensors(
                 f"(heads,)=({heads},) or (batch, heads)=({batch}, {heads})"
             )
         if s.alibi_slopes.needs_grad:
-            raise NotImplementedError(
-                "alibi_slopes.requires_grad=True has a gradient in attention, and in attention_varlen where "
-                "cu_seqlens_q and cu_seqlens_k are one tensor; here pass -slope * distance as bias"
-            )
+            raise NotImplementedError(f"alibi_slopes.requires_grad=True {LEARNED_SLOPES}")
     if s.sinks is not None and tuple(s.sinks.shape) != (heads,):
         raise ValueError(f"sinks.shape={tuple(s.sinks.shape)} must be (heads,)=({heads},): one logit a head")

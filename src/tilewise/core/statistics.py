@@ -40,7 +40,8 @@ class Aux:
         lse: log-sum-exp of each query's scores, (batch, heads, seqlen_q). Differentiable.
         row_max: the largest visible score of each query, (batch, heads, seqlen_q); sinks do not count.
         max_logit: the largest visible score of each head, over batch, queries and keys: (heads,).
-        entropy: of each query's weights, in nats, (batch, heads, seqlen_q). Differentiable.
+        entropy: of each query's weights, in nats, (batch, heads, seqlen_q). A sink counts as one key more.
+            Differentiable.
         column_sum: each key's weights, summed over queries: (batch, heads, seqlen_k). "group" also adds up
             the query heads that share a KV head: (batch, kv_heads, seqlen_k). Differentiable.
         last_rows: column_sum takes only this many last queries of each sequence; None takes all.

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tilewise.api import Window, canonical_inputs, draw_seed, to_bshd, window_bounds
-from tilewise.core.checks import check_flag, check_number, check_tensors, shown
+from tilewise.core.checks import check_flag, check_number, shown
 from tilewise.core.dropout import SQUARE
 from tilewise.core.functions.call import Extent, MaskFunction, ScoreFunction, with_functions
 from tilewise.core.problem import Inputs, Options
@@ -232,7 +232,8 @@ def _seed(
     if given is None:
         seed = draw_seed(query, dropout_p, generator)
     else:
-        check_tensors(dropout_seed=given)
+        if not isinstance(given, Tensor):
+            raise TypeError(f"dropout_seed={shown(given)} must be a () int64 tensor: torch.tensor(1)")
         check_number("dropout_p", dropout_p)
         if given.ndim or given.dtype != torch.int64 or generator is not None:
             raise ValueError(

@@ -202,6 +202,8 @@ def _model(name: str) -> Model:
             f"--for={name!r} must be one of {', '.join(MODELS)}, or HEADS/KV_HEADS/HEAD_DIM as in 64/8/128"
         )
     heads, kv_heads, head_dim = map(int, parts)
+    if heads % kv_heads:
+        raise typer.BadParameter(f"--for={name!r} must have HEADS that KV_HEADS divide, as in 64/8/128")
     return Model(heads, kv_heads, head_dim)
 
 

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.forward_ad import unpack_dual
 
 from tilewise.core.checks import check_tensors
 from tilewise.core.functions.block_mask import check_block_mask, mask_function
@@ -62,8 +63,12 @@ def with_functions(
 
 
 def is_learned(alibi_slopes: Any) -> bool:
-    """Whether slopes need a gradient, which captured tensors have."""
-    return isinstance(alibi_slopes, Tensor) and alibi_slopes.requires_grad and torch.is_grad_enabled()
+    """Whether slopes need a derivative, which captured tensors have."""
+    if not isinstance(alibi_slopes, Tensor):
+        return False
+    if alibi_slopes.requires_grad and torch.is_grad_enabled():
+        return True
+    return not torch.compiler.is_compiling() and unpack_dual(alibi_slopes).tangent is not None
 
 
 def _added(
