@@ -15,7 +15,7 @@ has pointers and matrices, `lanes.py` what moves lanes about, `numerics.py` the 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -84,6 +84,19 @@ def builder() -> ir.IRBuilder:
     return _emitters[-1].builder
 
 
+def _operator(op: str, is_turned: bool = False) -> Callable[[Operand, Any], Value]:
+    """An instruction of two operands as a method; is_turned: of the one on the right."""
+
+    def compute(self: Operand, other: Any) -> Value:
+        return _binary(op, like(other, self), self) if is_turned else _binary(op, self, other)
+
+    return compute
+
+
+def _comparison(op: str) -> Callable[[Operand, Any], Value]:
+    return lambda self, other: _compare(op, self, other)
+
+
 class Operand:
     """Operators shared by `Value` and `Var`. Comparisons give masks; `//` and `%` want operands >= 0."""
 
@@ -95,64 +108,18 @@ class Operand:
     def type(self) -> ir.Type:
         return self.raw.type
 
-    def __add__(self, other: Any) -> Value:
-        return _binary("add", self, other)
-
-    def __sub__(self, other: Any) -> Value:
-        return _binary("sub", self, other)
-
-    def __mul__(self, other: Any) -> Value:
-        return _binary("mul", self, other)
-
-    def __rsub__(self, other: Any) -> Value:
-        return _binary("sub", like(other, self), self)
-
-    __radd__, __rmul__ = __add__, __mul__
-
-    def __rtruediv__(self, other: Any) -> Value:
-        return _binary("div", like(other, self), self)
-
-    def __truediv__(self, other: Any) -> Value:
-        return _binary("div", self, other)
-
-    def __floordiv__(self, other: Any) -> Value:
-        return _binary("udiv", self, other)
-
-    def __mod__(self, other: Any) -> Value:
-        return _binary("urem", self, other)
-
-    def __and__(self, other: Any) -> Value:
-        return _binary("and_", self, other)
-
-    def __or__(self, other: Any) -> Value:
-        return _binary("or_", self, other)
-
-    def __xor__(self, other: Any) -> Value:
-        return _binary("xor", self, other)
-
-    def __lshift__(self, other: Any) -> Value:
-        return _binary("shl", self, other)
-
-    def __rshift__(self, other: Any) -> Value:
-        return _binary("lshr", self, other)
+    __add__ = __radd__ = _operator("add")
+    __mul__ = __rmul__ = _operator("mul")
+    __sub__, __rsub__ = _operator("sub"), _operator("sub", is_turned=True)
+    __truediv__, __rtruediv__ = _operator("div"), _operator("div", is_turned=True)
+    __floordiv__, __mod__ = _operator("udiv"), _operator("urem")
+    __and__, __or__, __xor__ = _operator("and_"), _operator("or_"), _operator("xor")
+    __lshift__, __rshift__ = _operator("shl"), _operator("lshr")
+    __lt__, __le__, __gt__, __ge__ = (_comparison(op) for op in ("<", "<=", ">", ">="))
+    equals = _comparison("==")
 
     def __neg__(self) -> Value:
         return like(0 if not is_float(self.type) else -0.0, self) - self
-
-    def __lt__(self, other: Any) -> Value:
-        return _compare("<", self, other)
-
-    def __le__(self, other: Any) -> Value:
-        return _compare("<=", self, other)
-
-    def __gt__(self, other: Any) -> Value:
-        return _compare(">", self, other)
-
-    def __ge__(self, other: Any) -> Value:
-        return _compare(">=", self, other)
-
-    def equals(self, other: Any) -> Value:
-        return _compare("==", self, other)
 
 
 class Value(Operand):
