@@ -22,7 +22,7 @@ from typing import Any
 import llvmlite.ir as ir
 
 from tilewise.cpu.dsl.control import loop
-from tilewise.cpu.dsl.lanes import concatenated
+from tilewise.cpu.dsl.lanes import concatenated, shuffled
 from tilewise.cpu.dsl.memory import Ptr, Rows
 from tilewise.cpu.dsl.vector import (
     BYTES,
@@ -249,5 +249,4 @@ def paired(low: Operand, high: Operand, is_exact: bool = False) -> Value:
         return bitcast((bitcast(low, I32) >> 16) | bitcast(high, I32), F32)
     both, lanes = rounded(low, high), low.type.count
     order = [x for lane in range(lanes) for x in (lane, lane + lanes)]
-    mixed = builder().shuffle_vector(both.raw, both.raw, ir.Constant(ir.VectorType(I32, 2 * lanes), order))
-    return Value(builder().bitcast(mixed, ir.VectorType(F32, lanes)))
+    return Value(builder().bitcast(shuffled(both, both, order).raw, low.type))

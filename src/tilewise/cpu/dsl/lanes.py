@@ -7,7 +7,7 @@ from typing import Any
 
 import llvmlite.ir as ir
 
-from tilewise.cpu.dsl.vector import I32, Operand, Value, builder
+from tilewise.cpu.dsl.vector import I32, Operand, Value, builder, constants
 
 
 def transpose(rows: Sequence[Operand]) -> list[Value]:
@@ -21,23 +21,24 @@ def transpose(rows: Sequence[Operand]) -> list[Value]:
         for r in range(n):
             if not r & size:
                 a, b = current[r], current[r + size]
-                swapped[r], swapped[r + size] = _shuffle(a, b, low), _shuffle(a, b, high)
+                swapped[r], swapped[r + size] = shuffled(a, b, low), shuffled(a, b, high)
         current, size = swapped, 2 * size
     return current
 
 
-def _shuffle(a: Operand, b: Operand, lanes: list[int]) -> Value:
-    return Value(builder().shuffle_vector(a.raw, b.raw, ir.Constant(ir.VectorType(I32, len(lanes)), lanes)))
+def shuffled(a: Operand, b: Operand, lanes: list[int]) -> Value:
+    """Some lanes of two vectors, which are counted through both."""
+    return Value(builder().shuffle_vector(a.raw, b.raw, constants(lanes).raw))
 
 
 def lanes_of(x: Operand, first: int, count: int) -> Value:
     """Some adjacent lanes of a vector, as a shorter vector."""
-    return _shuffle(x, x, list(range(first, first + count)))
+    return shuffled(x, x, list(range(first, first + count)))
 
 
 def concatenated(low: Operand, high: Operand) -> Value:
     """The lanes of one vector, and then those of another."""
-    return _shuffle(low, high, list(range(2 * low.type.count)))
+    return shuffled(low, high, list(range(2 * low.type.count)))
 
 
 def first_lane(x: Operand) -> Value:
@@ -47,7 +48,7 @@ def first_lane(x: Operand) -> Value:
 
 def repeated(x: Operand, times: int) -> Value:
     """A vector's lanes, several times over."""
-    return _shuffle(x, x, [*range(x.type.count)] * times) if times > 1 else Value(x.raw)
+    return shuffled(x, x, [*range(x.type.count)] * times) if times > 1 else Value(x.raw)
 
 
 def fold_sums(vectors: Sequence[Operand]) -> Value:
@@ -57,7 +58,7 @@ def fold_sums(vectors: Sequence[Operand]) -> Value:
     groups = [[*range(g, g + n), *range(lanes + g, lanes + g + n)] for g in range(0, lanes, n)]  # of a pair
     even, odd = ([lane for group in groups for lane in group[start::2]] for start in (0, 1))
     while len(level) > 1:
-        level = [_shuffle(a, b, even) + _shuffle(a, b, odd) for a, b in zip(level[::2], level[1::2])]
+        level = [shuffled(a, b, even) + shuffled(a, b, odd) for a, b in zip(level[::2], level[1::2])]
     return level[0]
 
 
@@ -68,7 +69,7 @@ def deinterleaved(vectors: Sequence[Operand]) -> list[Value]:
     lanes = vectors[0].type.count
     pairs = list(zip(vectors[::2], vectors[1::2]))
     even, odd = (
-        deinterleaved([_shuffle(a, b, list(range(start, 2 * lanes, 2))) for a, b in pairs])
+        deinterleaved([shuffled(a, b, list(range(start, 2 * lanes, 2))) for a, b in pairs])
         for start in (0, 1)
     )
     return [column for both in zip(even, odd) for column in both]
@@ -81,7 +82,7 @@ def interleaved(columns: Sequence[Operand]) -> list[Value]:
     lanes = columns[0].type.count
     order = [lane for pair in zip(range(lanes), range(lanes, 2 * lanes)) for lane in pair]
     pairs = zip(interleaved(columns[::2]), interleaved(columns[1::2]))
-    return [_shuffle(a, b, half) for a, b in pairs for half in (order[:lanes], order[lanes:])]
+    return [shuffled(a, b, half) for a, b in pairs for half in (order[:lanes], order[lanes:])]
 
 
 def across(x: Operand, combine: Any, size: int = 1) -> Value:
@@ -89,7 +90,7 @@ def across(x: Operand, combine: Any, size: int = 1) -> Value:
     n = x.type.count
     result = Value(x.raw)
     while size < n:
-        result = combine(result, _shuffle(result, result, [c ^ size for c in range(n)]))
+        result = combine(result, shuffled(result, result, [c ^ size for c in range(n)]))
         size *= 2
     return result
 

@@ -25,10 +25,16 @@ from tilewise.cpu.dsl.vector import (
     bitcast,
     builder,
     emitter,
-    like,
+    of_lanes,
     select,
     splat,
 )
+
+# How kinds are read that are not computed in.
+WIDENED = {
+    "f16": ("fpext", F32), "bf16": ("zext", I32), "bool": ("uitofp", F32),
+    "i32": ("sext", I64), "u8": ("zext", I64),
+}  # fmt: skip
 
 
 class Ptr:
@@ -64,19 +70,12 @@ class Ptr:
         """One element (lanes=None) or a vector of consecutive ones, in the compute type."""
         element = STORED[self.kind]
         type_ = element if lanes is None else ir.VectorType(element, lanes)
-        raw = builder().load(self.address, typ=type_, align=BYTES[self.kind])
-        vector = (lambda t: t) if lanes is None else (lambda t: ir.VectorType(t, lanes))
-        if self.kind == "f16":
-            return Value(builder().fpext(raw, vector(F32)))
-        if self.kind == "bf16":
-            return bitcast(Value(builder().zext(raw, vector(I32))) << 16, F32)
-        if self.kind == "i32":
-            return Value(builder().sext(raw, vector(I64)))
-        if self.kind == "u8":
-            return Value(builder().zext(raw, vector(I64)))
-        if self.kind == "bool":
-            return Value(builder().uitofp(raw, vector(F32)))
-        return Value(raw)
+        x = Value(builder().load(self.address, typ=type_, align=BYTES[self.kind]))
+        if self.kind not in WIDENED:
+            return x
+        cast, wide = WIDENED[self.kind]
+        x = Value(getattr(builder(), cast)(x.raw, of_lanes(type_, wide)))
+        return bitcast(x << 16, F32) if self.kind == "bf16" else x
 
     def load_bytes(self, count: int) -> Value:
         """A vector of bytes as they are."""
@@ -84,16 +83,14 @@ class Ptr:
 
     def store(self, value: Operand) -> None:
         """Store a number or a vector, rounded to nearest even in the stored kind."""
-        lanes = value.type.count if isinstance(value.type, ir.VectorType) else None
-        vector = (lambda t: t) if lanes is None else (lambda t: ir.VectorType(t, lanes))
         raw = value.raw
         if self.kind == "f16":
-            raw = builder().fptrunc(raw, vector(F16))
+            raw = builder().fptrunc(raw, of_lanes(value.type, F16))
         elif self.kind == "bf16":
             bits = bitcast(value, I32)
             rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
-            quiet_nan = like(0x7FC0, rounded)
-            raw = builder().trunc(select(value.equals(value), rounded, quiet_nan).raw, vector(I16))
+            bits = select(value.equals(value), rounded, 0x7FC0)  # a quiet NaN
+            raw = builder().trunc(bits.raw, of_lanes(value.type, I16))
         builder().store(raw, self.address, align=BYTES[self.kind])
 
     def splat(self, lanes: int) -> Value:

@@ -15,7 +15,7 @@ has pointers and matrices, `lanes.py` what moves lanes about, `numerics.py` the 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -161,6 +161,11 @@ def element_of(type_: ir.Type) -> ir.Type:
     return type_.element if isinstance(type_, ir.VectorType) else type_
 
 
+def of_lanes(type_: ir.Type, element: ir.Type) -> ir.Type:
+    """A type of as many lanes as another, or a single number like it."""
+    return ir.VectorType(element, type_.count) if isinstance(type_, ir.VectorType) else element
+
+
 def is_float(type_: ir.Type) -> bool:
     return element_of(type_) in (F32, F64, F16)
 
@@ -214,40 +219,33 @@ def splat(x: Operand, lanes: int) -> Value:
     type_ = ir.VectorType(x.type, lanes)
     undefined = ir.Constant(type_, ir.Undefined)
     one = builder().insert_element(undefined, x.raw, ir.Constant(I32, 0))
-    return Value(
-        builder().shuffle_vector(one, undefined, ir.Constant(ir.VectorType(I32, lanes), [0] * lanes))
-    )
+    return Value(builder().shuffle_vector(one, undefined, constants([0] * lanes).raw))
 
 
-def steps(lanes: int, width: int) -> Value:
-    """0, 1, 2, ..., each `width` times, as 32-bit integers."""
-    return _constant(tuple(lane // width for lane in range(lanes)), ir.VectorType(I32, lanes))
+def constants(numbers: Sequence[int], element: ir.Type = I32) -> Value:
+    """A vector of integers."""
+    return _constant(tuple(numbers), ir.VectorType(element, len(numbers)))
 
 
-def iota(lanes: int) -> Value:
-    """[0, 1, 2, ...] as 32-bit integers."""
-    return steps(lanes, 1)
+def int32(x: Scalar, lanes: int | None = None) -> Value:
+    """A 64-bit integer as a 32-bit one, for comparisons in lanes; or a vector with it in every lane."""
+    short = Value(builder().trunc(as_int(x).raw, I32))
+    return short if lanes is None else splat(short, lanes)
 
 
-def int32(x: Scalar) -> Value:
-    """A 64-bit integer as a 32-bit one, for comparisons in lanes."""
-    return Value(builder().trunc(as_int(x).raw, I32))
-
-
-def to_float(x: Operand, kind: str) -> Value:
-    """Signed integers as floating-point numbers."""
-    target = STORED[kind]
-    type_ = ir.VectorType(target, x.type.count) if isinstance(x.type, ir.VectorType) else target
-    return Value(builder().sitofp(x.raw, type_))
+def count_from(first: Scalar, lanes: int, width: int = 1) -> Value:
+    """first, first + 1, ..., each `width` times, as 32-bit integers."""
+    return int32(first, lanes) + constants([lane // width for lane in range(lanes)])
 
 
 def as_kind(x: Operand, kind: str) -> Value:
-    """A floating-point value as float64 or float32."""
-    target = STORED[kind]
-    if element_of(x.type) == target:
+    """A floating-point value or a signed integer as float64 or float32."""
+    type_, b = of_lanes(x.type, STORED[kind]), builder()
+    if x.type == type_:
         return Value(x.raw)
-    type_ = ir.VectorType(target, x.type.count) if isinstance(x.type, ir.VectorType) else target
-    return Value(builder().fpext(x.raw, type_) if target == F64 else builder().fptrunc(x.raw, type_))
+    if not is_float(x.type):
+        return Value(b.sitofp(x.raw, type_))
+    return Value((b.fpext if kind == "f64" else b.fptrunc)(x.raw, type_))
 
 
 def select(condition: Operand, a: Any, b: Any) -> Value:
@@ -296,5 +294,4 @@ def suffix(type_: ir.Type) -> str:
 
 
 def bitcast(x: Operand, element: ir.Type) -> Value:
-    vector = isinstance(x.type, ir.VectorType)
-    return Value(builder().bitcast(x.raw, ir.VectorType(element, x.type.count) if vector else element))
+    return Value(builder().bitcast(x.raw, of_lanes(x.type, element)))

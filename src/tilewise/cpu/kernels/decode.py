@@ -38,13 +38,12 @@ from tilewise.cpu.dsl.vector import (
     Value,
     Var,
     as_int,
+    count_from,
     fma,
     int32,
-    iota,
     maximum,
     minimum,
     select,
-    splat,
 )
 from tilewise.cpu.kernels.common.functions import KernelFunctions, RowFunctions
 from tilewise.cpu.kernels.common.splits import Block, SplitKernel
@@ -133,10 +132,10 @@ class DecodeKernel(SplitKernel):
         any_seen = Var(self.shape.constant(0.0))
         for r in loop(0, head.seqlen_q * self.args.group):
             own, i = self.query_head(head, r), r % head.seqlen_q
-            k0, k1 = (splat(int32(k), lanes) for k in own.key_range(i, i + 1))
+            k0, k1 = (int32(k, lanes) for k in own.key_range(i, i + 1))
             function = RowFunctions(self.functions, self.shape, own, i)
             for j in loop(0, round_up(block.n, lanes), lanes):
-                key = splat(int32(block.j0 + j), lanes) + iota(lanes)
+                key = count_from(block.j0 + j, lanes)
                 visible = function.visible(key, (key >= k0) & (key < k1))
                 ones = select(visible, self.shape.constant(1.0), 0.0)
                 seen[r, j].store(ones)
@@ -261,13 +260,13 @@ class DecodeKernel(SplitKernel):
     def finish_scores(self, head: Head, r: Value, block: Block, m: Value) -> Operand:
         """The options, and -inf where not visible, for a row of products; the running maximum in lanes."""
         lanes, i = self.shape.lanes, r % head.seqlen_q
-        k0, k1 = (splat(int32(k), lanes) for k in head.key_range(i, i + 1))
+        k0, k1 = (int32(k, lanes) for k in head.key_range(i, i + 1))
         largest, function = Var(m), None
         if self.functions is not None and self.functions.score is not None:
             function = RowFunctions(self.functions, self.shape, head, i)
         for j in loop(0, round_up(block.n, lanes), lanes):
-            key = splat(int32(block.j0 + j), lanes) + iota(lanes)
-            distance = key - splat(int32(i + head.offset), lanes)
+            key = count_from(block.j0 + j, lanes)
+            distance = key - int32(i + head.offset)
             s, _ = self.with_options(self.p[r, j].load(lanes), distance, self.slope_of(head))
             is_visible = (key >= k0) & (key < k1)
             if self.seen is not None:

@@ -28,9 +28,9 @@ from tilewise.cpu.dsl.vector import (
     Value,
     Var,
     as_int,
+    count_from,
     fma,
     int32,
-    iota,
     maximum,
     minimum,
     select,
@@ -175,14 +175,14 @@ class DecodeBackwardKernel(DecodeKernel):
         shape = self.shape
         own, i = self.query_of(head, r)
         k0, k1 = own.key_range(i, i + 1)
-        begin, end = (splat(int32(k - block.j0), shape.lanes) for k in (k0, k1))
+        begin, end = (int32(k - block.j0, shape.lanes) for k in (k0, k1))
         statistics = (self.lse, self.factor, self.delta)
         lse, factor, delta = (area[r, 0].load(shape.lanes) for area in statistics)
         p_sum, ds_sum = (Var(shape.constant(0.0)) for _ in range(2))
         for j in loop(0, round_up(block.n, shape.lanes), shape.lanes):
-            key = splat(int32(j), shape.lanes) + iota(shape.lanes)
+            key = count_from(j, shape.lanes)
             is_visible = (key >= begin) & (key < end)
-            distance = key - splat(int32(i + own.offset - block.j0), shape.lanes)
+            distance = key - int32(i + own.offset - block.j0)
             s, slope = self.with_options(self.p[r, j].load(shape.lanes), distance, self.slope_of(own))
             p = exp_of_difference(select(is_visible, s, -INF), lse, shape.exp_degree, factor)
             ds = select(is_visible, p * (self.dp[r, j].load(shape.lanes) - delta), 0.0)
@@ -215,9 +215,9 @@ class DecodeBackwardKernel(DecodeKernel):
         total = p_sum + sink
         factor = select(total > 0.0, shape.constant(1.0) / total, 1.0)
         excess = (ds_sum - sink * delta) * factor - dlse
-        first, last = (splat(int32(k), shape.lanes) for k in keys)
+        first, last = (int32(k, shape.lanes) for k in keys)
         for j in loop(keys[0] & -shape.lanes, keys[1], shape.lanes):
-            key = splat(int32(j), shape.lanes) + iota(shape.lanes)
+            key = count_from(j, shape.lanes)
             p, ds = (area[r, j].load(shape.lanes) * factor for area in (self.p, self.dp))
             self.p[r, j].store(p)
             self.dp[r, j].store(select((key >= first) & (key < last), fma(-p, excess, ds), 0.0))

@@ -43,12 +43,11 @@ from tilewise.cpu.dsl.vector import (
     Var,
     as_int,
     bitcast,
+    count_from,
     int32,
     maximum,
     minimum,
     select,
-    splat,
-    steps,
 )
 from tilewise.cpu.kernels.common.splits import Block, SplitKernel
 from tilewise.cpu.kernels.common.tiles import BLOCK_K, INF, Head, Scratch, load_rows, round_up
@@ -233,13 +232,13 @@ class AmxDecodeKernel(SplitKernel):
         )
         position = bitcast(position, I32)
         first, last = position - int32(args.left), position + int32(args.right)
-        last = minimum(last, splat(int32(head.seqlen_k - 1), lanes))
+        last = minimum(last, int32(head.seqlen_k - 1, lanes))
         largest = Var(m)
         for j in loop(0, round_up(block.n, self.shape.lanes), ROWS):
             self.ask(part, 0, j)
             scores = []
             for x, cell in enumerate(self.vectors_of(self.s_t[part], j)):
-                key = splat(int32(block.j0 + j + x * keys), lanes) + steps(lanes, self.width)
+                key = count_from(block.j0 + j + x * keys, lanes, self.width)
                 s = cell.load(lanes) * args.vector("q_factor", self.shape)
                 s, _ = self.with_options(s, key - position, slope)
                 s = select((key >= first) & (key <= last), s, -INF)

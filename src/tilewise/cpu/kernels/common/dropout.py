@@ -14,7 +14,8 @@ import operator
 import llvmlite.ir as ir
 
 from tilewise.core.dropout import KEY_A, KEY_B, LOW32, ROUND_A, ROUND_B, ROUNDS
-from tilewise.cpu.dsl.vector import I32, I64, Operand, Scalar, Value, as_int, builder, int32, splat
+from tilewise.cpu.dsl.lanes import shuffled
+from tilewise.cpu.dsl.vector import I32, I64, Operand, Scalar, Value, as_int, builder, constants, int32, splat
 from tilewise.cpu.kernels.common.tiles import Arguments, Head, Shape
 
 GROUP = 4  # keys that are served together
@@ -52,23 +53,24 @@ class TileDropout:
             for query in queries[first : first + group]
         ]
         self.vectors = [self.calls[n : n + self.lanes] for n in range(0, len(self.calls), self.lanes)]
-        numbers = [splat(as_int(q0), self.lanes) + _lanes([q for _, q in calls]) for calls in self.vectors]
+        first = splat(as_int(q0), self.lanes)
+        numbers = [first + constants([q for _, q in calls], I64) for calls in self.vectors]
         self.rows = [q // 16 * 4 + q % 8 // 2 for q in numbers]
         self.shifts = [self._shift(q0, column) for column in shape.columns()]
         number = args.drop_head + head.batch * args.drop_heads + head.head
         low, high = args.seed & LOW32, (args.seed >> 32) ^ number
         self.head = low, high
-        self.limit = splat(int32(args.threshold), shape.lanes)
+        self.limit = int32(args.threshold, shape.lanes)
 
     def kept(self, j: Value, count: int) -> list[list[Value]]:
         """Masks [count][vectors] of the keys j0 + j + [0, count); j and count are multiples of 4."""
         masks = []
         for first in range(0, count, GROUP):
             key = self.j0 + (j + first)
-            call, far = key // 16 * 4 + key % 8 // 2, splat(int32(key // 8 % 2 * 8), self.shape.lanes)
+            call, far = key // 16 * 4 + key % 8 // 2, int32(key // 8 % 2 * 8, self.shape.lanes)
             words = _words(
                 [
-                    (call + _lanes([b for b, _ in calls]), row, *self.head)
+                    (call + constants([b for b, _ in calls], I64), row, *self.head)
                     for calls, row in zip(self.vectors, self.rows)
                 ]
             )
@@ -89,21 +91,15 @@ class TileDropout:
         places = [self.calls.index((b, q & (~9 if self.is_square else ~1))) for q in queries]
         (source,) = {place // self.lanes for place in places}
         order = [place % self.lanes * 2 + q % 2 for place, q in zip(places, queries)]
-        words = pairs[source].raw
-        lanes = ir.Constant(ir.VectorType(I32, len(order)), order)
-        word = Value(builder().shuffle_vector(words, words, lanes)) << shift
+        word = shuffled(pairs[source], pairs[source], order) << shift
         return Value(builder().icmp_unsigned(">=", word.raw, self.limit.raw))
 
     def _shift(self, q0: Scalar, column: int) -> Value:
         """What moves the bytes of a vector of queries, for keys below 8 modulo 16, to the top."""
         count = self.shape.lanes
         if self.is_square:
-            shifts = [24 - 2 * (column + lane & 8) for lane in range(count)]
-            return Value(ir.Constant(ir.VectorType(I32, count), shifts))
-        query = splat(int32(q0), count) + Value(
-            ir.Constant(ir.VectorType(I32, count), list(range(column, column + count)))
-        )
-        return 24 - (query & 8) * 2
+            return constants([24 - 2 * (column + lane & 8) for lane in range(count)])
+        return 24 - ((int32(q0, count) + constants(range(column, column + count))) & 8) * 2
 
 
 def _words(counters: list[Counter]) -> list[Counter]:
@@ -125,13 +121,8 @@ def _xor(*words: Operand) -> Operand:
     return functools.reduce(operator.xor, sorted(words, key=lambda x: isinstance(x.type, ir.VectorType)))
 
 
-def _lanes(numbers: list[int]) -> Value:
-    return Value(ir.Constant(ir.VectorType(I64, len(numbers)), numbers))
-
-
 def _interleaved(even: Operand, odd: Operand) -> Value:
     """The low halves of 64-bit lanes, in turns from either: 32-bit lanes."""
     lanes = 2 * even.type.count
-    halves = [builder().bitcast(x.raw, ir.VectorType(I32, lanes)) for x in (even, odd)]
-    order = [lane if lane % 2 == 0 else lanes + lane - 1 for lane in range(lanes)]
-    return Value(builder().shuffle_vector(*halves, ir.Constant(ir.VectorType(I32, lanes), order)))
+    a, b = (Value(builder().bitcast(x.raw, ir.VectorType(I32, lanes))) for x in (even, odd))
+    return shuffled(a, b, [lane if lane % 2 == 0 else lanes + lane - 1 for lane in range(lanes)])

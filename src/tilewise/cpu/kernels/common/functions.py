@@ -23,13 +23,12 @@ from tilewise.cpu.dsl.vector import (
     Value,
     Var,
     as_int,
+    count_from,
     int32,
-    iota,
     like,
     maximum,
     minimum,
     select,
-    splat,
 )
 from tilewise.cpu.kernels.common.function_scope import LANE, LINE, Expression, Scope, Wrong, any_of, report
 from tilewise.cpu.kernels.common.tiles import INF, Grid, Head, Scratch, Shape
@@ -106,8 +105,8 @@ class TileFunctions:
     def __init__(self, owner: KernelFunctions, shape: Shape, head: Head, q0: Scalar, j0: Scalar) -> None:
         self.owner, self.shape, self.head, self.j0 = owner, shape, head, j0
         self.row = owner.map_row(head, q0) if owner.has_map else None
-        queries = [iota(shape.lanes) + (int32(as_int(q0) + c)) for c in shape.columns()]
-        last = splat(int32(head.seqlen_q - 1), shape.lanes)
+        queries = [count_from(as_int(q0) + c, shape.lanes) for c in shape.columns()]
+        last = int32(head.seqlen_q - 1, shape.lanes)
         self.exists = [query <= last for query in queries]
         self.queries = [minimum(query, last) for query in queries]
         self.tile = Scope(owner, shape, head, {"i": self.queries}, {}, [])
@@ -197,7 +196,7 @@ class RowFunctions:
         self.owner, self.head = owner, head
         self.row = Scope(owner, shape, head, {"i": [i]}, {}, [])
         self.row.compute_early(LANE, 1)
-        self.last = splat(int32(head.seqlen_k - 1), shape.lanes)
+        self.last = int32(head.seqlen_k - 1, shape.lanes)
 
     def scope(self, key: Value) -> Scope:
         """To compute the functions at a vector of keys; those behind the last repeat it."""

@@ -17,14 +17,13 @@ from tilewise.cpu.dsl.vector import (
     absolute,
     as_int,
     as_kind,
+    constants,
     fma,
     int32,
-    iota,
     maximum,
     minimum,
     select,
     splat,
-    to_float,
 )
 from tilewise.cpu.kernels.common.functions import KernelFunctions
 from tilewise.cpu.kernels.common.tiles import (
@@ -178,11 +177,9 @@ class TileScores:
         self.head, self.j0 = head, j0
         first = q0 + head.offset  # the position of the tile's first query among the keys
         last_key = head.seqlen_k - 1
-        lane = [iota(shape.lanes) + c for c in shape.columns()]
+        lane = [constants(range(shape.lanes)) + c for c in shape.columns()]
         self.lane_lo = [x + int32(first - args.left) for x in lane]
-        self.lane_hi = [
-            minimum(x + int32(first + args.right), splat(int32(last_key), shape.lanes)) for x in lane
-        ]
+        self.lane_hi = [minimum(x + int32(first + args.right), int32(last_key, shape.lanes)) for x in lane]
         self.inner_lo = first + (shape.block_q - 1) - args.left  # keys [inner_lo, inner_hi] are seen by all
         self.inner_hi = minimum(first + args.right, last_key)
         self.position = [x + int32(first) for x in lane]
@@ -211,7 +208,7 @@ class TileScores:
                 if "bias" in self.scores.areas:
                     x.set(x + self._option("bias", j, r, v))
                 if config.has_alibi:
-                    distance = to_float(self.position[v] - int32(j_key + r), shape.kind)
+                    distance = as_kind(self.position[v] - int32(j_key + r), shape.kind)
                     x.set(fma(absolute(distance), self.slope, x))
         if self.functions is not None and self.functions.owner.score is not None:
             scope = self.functions.apply_score(s, j)
@@ -277,7 +274,7 @@ class TileScores:
         """-inf where a query does not see one of the keys j0 + [j, j + rows): window, ends, mask function."""
         for r, row in enumerate(s):
             for v, x in enumerate(row):
-                key = splat(int32(self.j0 + j + r), self.shape.lanes)
+                key = int32(self.j0 + j + r, self.shape.lanes)
                 is_visible = (key >= self.lane_lo[v]) & (key <= self.lane_hi[v])
                 x.set(select(is_visible, x, -INF))
         if self.functions is not None and self.has_mask_function:

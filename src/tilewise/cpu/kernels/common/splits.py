@@ -24,12 +24,12 @@ from tilewise.cpu.dsl.vector import (
     Value,
     Var,
     absolute,
+    as_kind,
     fma,
     maximum,
     minimum,
     select,
     splat,
-    to_float,
 )
 from tilewise.cpu.kernels.common.tiles import (
     BLOCK_K,
@@ -153,7 +153,7 @@ class SplitKernel:
             s = s * args.vector("softcap", shape)
         if config.has_alibi:
             assert slope is not None
-            s = fma(absolute(to_float(distance, shape.kind)), slope, s)
+            s = fma(absolute(as_kind(distance, shape.kind)), slope, s)
         return s, derivative
 
     def partial(self, item: Value, r: Value) -> Rows:

@@ -22,6 +22,7 @@ from tilewise.cpu.dsl.vector import (
     Var,
     absolute,
     as_int,
+    as_kind,
     bitcast,
     fma,
     int32,
@@ -30,7 +31,6 @@ from tilewise.cpu.dsl.vector import (
     number,
     select,
     splat,
-    to_float,
 )
 from tilewise.cpu.kernels.common.dropout import GROUP
 from tilewise.cpu.kernels.common.tiles import INF, Arguments, Head, Scratch, Shape
@@ -147,7 +147,7 @@ class Sums:
                 area[0, c].load(shape.lanes) for area in (tile.lse, tile.residual, tile.counted)
             )
             sums = {name: Var(shape.constant(0.0)) for name in tile.found if name != "row_max"}
-            position = to_float(positions[v], shape.kind)
+            position = as_kind(positions[v], shape.kind)
             for j in loop(first, n, GROUP):  # what is beyond n is hidden: p = 0
                 cells = [self.p_t.at(j, c)[r, 0] for r in range(GROUP)]
                 below = [(cell.load(shape.lanes) - lse) - residual for cell in cells]
@@ -158,7 +158,7 @@ class Sums:
                     if "entropy" in wanted:
                         sums["entropy"].set(weighted(p_r, x, sums["entropy"]))
                     if "expected_distance" in wanted:
-                        key = to_float(int32(j0 + j + r), shape.kind)
+                        key = as_kind(int32(j0 + j + r), shape.kind)
                         distance = absolute(position - key)
                         sums["expected_distance"].set(fma(p_r, distance, sums["expected_distance"]))
                     if "column_sum" in wanted:
