@@ -1,9 +1,9 @@
 """From LLVM IR to a function in memory: target features, code generation, the cache on disk.
 
-A cache file holds the object code of one kernel together with the key it was built for: this package's
-kernel sources, llvmlite's version, the CPU with its features, and the kernel's parameters. A file is used
-only if it belongs to this user, its checksum is right and its key is the wanted one; anything else is
-compiled again. Files appear by an atomic rename, so many processes may start at once.
+A cache file holds the object code of one kernel behind a checksum of it and the key it was built for: this
+package's kernel sources, llvmlite's version, the CPU with its features, and the kernel's parameters. A file
+is used only if it belongs to this user and its checksum is that of the wanted key; anything else is compiled
+again. Files appear by an atomic rename, so many processes may start at once.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-MAGIC = b"tilewise-kernel-1\n"
+CHECKSUM_BYTES = 32
 
 WANTED_ISA = os.environ.get("TILEWISE_CPU_ISA", "")  # read once: plans are found without it
 
@@ -299,36 +299,33 @@ def cache_dir() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tilewise"
 
 
+def _checksum(key: str, body: bytes) -> bytes:
+    return hashlib.sha256(key.encode() + body).digest()
+
+
 def _read(path: Path, key: str) -> tuple[dict[str, int], bytes] | None:
     """Facts and code of a cache file that is whole, this user's, and made for this key; else None."""
     try:
         with open(path, "rb") as file:
             if hasattr(os, "getuid") and os.fstat(file.fileno()).st_uid != os.getuid():
                 return None
-            content = file.read()
+            checksum, body = file.read(CHECKSUM_BYTES), file.read()
     except OSError:
         return None
-    head = len(MAGIC) + 32
-    if not content.startswith(MAGIC) or hashlib.sha256(content[head:]).digest() != content[len(MAGIC) : head]:
+    if checksum != _checksum(key, body):
         return None
-    size = int.from_bytes(content[head : head + 8], "little")
-    try:
-        header = json.loads(content[head + 8 : head + 8 + size])
-    except ValueError:  # neither JSON nor text
-        return None
-    facts = header.get("facts") if isinstance(header, dict) and header.get("key") == key else None
-    return (facts, content[head + 8 + size :]) if isinstance(facts, dict) else None
+    facts, _, code = body.partition(b"\n")
+    return json.loads(facts), code
 
 
 def _write(path: Path, key: str, facts: dict[str, int], code: bytes) -> None:
-    header = json.dumps({"key": key, "facts": facts}).encode()
-    body = len(header).to_bytes(8, "little") + header + code
+    body = json.dumps(facts).encode() + b"\n" + code
     temporary = None
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name)
         with os.fdopen(handle, "wb") as file:
-            file.write(MAGIC + hashlib.sha256(body).digest() + body)
+            file.write(_checksum(key, body) + body)
         os.replace(temporary, path)
     except OSError:  # no cache directory to write to, or a full one: every process compiles for itself
         if temporary is not None:
