@@ -28,12 +28,11 @@ from tilewise.cpu.dsl.vector import (
     as_kind,
     bitcast,
     element_of,
-    emitter,
+    float_function,
     fma,
     like,
     minimum,
     select,
-    suffix,
 )
 
 DEGREE_F64 = 11  # of exp
@@ -45,7 +44,7 @@ QUARTER = (math.pi / 4) ** 2
 def elementary(name: str, x: Operand, degree: int) -> Value:
     """A function of `FUNCTIONS` but for erf. `degree`: of the exponential in x's type."""
     if name in _INTRINSICS:
-        return Value(emitter().intrinsic(f"llvm.{_INTRINSICS[name]}.{suffix(x.type)}", x.type, x.raw))
+        return float_function(_INTRINSICS[name], x)
     if name == "exp":
         return exp_of_any(x, degree)
     if name == "tanh":

@@ -20,9 +20,9 @@ from tilewise.cpu.dsl.vector import (
     absolute,
     bitcast,
     builder,
-    copysign,
     element_of,
     emitter,
+    float_function,
     fma,
     like,
     maximum,
@@ -140,11 +140,13 @@ def tanh(x: Operand, degree: int) -> tuple[Value, Value]:
     half = 2.0 / (e + 2.0)
     slope = half * (2.0 - half)
     if degree != FLOAT32_DEGREE:
-        return copysign(e / (e + 2.0), x), slope
+        return float_function("copysign", e / (e + 2.0), x), slope
     square = x * x
     near = fma(x * square, horner(polynomial(_tanh_rest, 0.0, SMALL**2, 5), square), Value(x.raw))
     is_near, near_slope = size < SMALL, fma(-1.0 * near, near, like(1.0, x))
-    return select(is_near, near, copysign(1.0 - half, x)), select(is_near, near_slope, slope)
+    return select(is_near, near, float_function("copysign", 1.0 - half, x)), select(
+        is_near, near_slope, slope
+    )
 
 
 def _tanh_rest(t: float) -> float:

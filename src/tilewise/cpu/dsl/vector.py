@@ -274,23 +274,20 @@ def maximum(a: Any, b: Any) -> Any:
 
 
 def absolute(x: Operand) -> Value:
-    return Value(emitter().intrinsic(f"llvm.fabs.{suffix(x.type)}", x.type, x.raw))
-
-
-def copysign(size: Operand, sign: Operand) -> Value:
-    name = f"llvm.copysign.{suffix(size.type)}"
-    return Value(emitter().intrinsic(name, size.type, size.raw, sign.raw))
+    return float_function("fabs", x)
 
 
 def fma(a: Operand, b: Operand, c: Operand) -> Value:
     """a * b + c, rounded once."""
-    a, b = like(a, c), like(b, c)
-    return Value(emitter().intrinsic(f"llvm.fma.{suffix(c.type)}", c.type, a.raw, b.raw, c.raw))
+    return float_function("fma", like(a, c), like(b, c), c)
 
 
-def suffix(type_: ir.Type) -> str:
+def float_function(name: str, *operands: Operand) -> Value:
+    """LLVM's function of that name, of operands of one floating-point type."""
+    type_ = operands[0].type
     scalar = "f64" if element_of(type_) == F64 else "f32"
-    return f"v{type_.count}{scalar}" if isinstance(type_, ir.VectorType) else scalar
+    suffix = f"v{type_.count}{scalar}" if isinstance(type_, ir.VectorType) else scalar
+    return Value(emitter().intrinsic(f"llvm.{name}.{suffix}", type_, *(x.raw for x in operands)))
 
 
 def bitcast(x: Operand, element: ir.Type) -> Value:

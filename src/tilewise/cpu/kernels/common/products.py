@@ -118,15 +118,17 @@ class Products:
     def pair(self, b: Matrix, a: Matrix, count: Scalar) -> None:
         """So many rows of a left factor, as a right factor."""
 
-    def turn(self, b: Matrix, a: Matrix, count: Scalar) -> None:
-        """The transpose of a left factor of so many rows, as a right one."""
-        transpose_rows(self.shape, b[0], a[0], count, a[0].stride)
+    def turn(self, b: Matrix, a: Matrix, count: Scalar, factor: Operand | None = None) -> None:
+        """The transpose of a left factor of so many rows, as a right one.
+
+        `factor`: what numbers that are not cut are multiplied by.
+        """
+        transpose_rows(self.shape, b[0], a[0], count, a[0].stride, factor)
 
     def take_queries(self, q_t: Matrix, q: Matrix, source: Source, n: Scalar, count: Scalar) -> None:
         """Queries as a left factor, and transposed as a right one; the factor goes into what scores see."""
-        shape = self.shape
-        self.take(q, source, n, count, shape.config.head_dim)
-        transpose_rows(shape, q_t[0], q[0], count, shape.pad, self.q_factor)
+        self.take(q, source, n, count, self.shape.config.head_dim, self.q_factor)
+        self.turn(q_t, q, count, self.q_factor)
 
     def put(self, b: Matrix, j: Value, c: int, rows: Sequence[Operand]) -> None:
         """Vectors of an even number of rows from j on, as part of a right factor."""
@@ -225,13 +227,9 @@ class BFloat16Products(Products):
         for pairs, rows in zip(b, a):
             pair_rows(pairs, rows, count)
 
-    def turn(self, b: Matrix, a: Matrix, count: Scalar) -> None:
+    def turn(self, b: Matrix, a: Matrix, count: Scalar, factor: Operand | None = None) -> None:
         for part_t, part in zip(b, a):
             transpose_rows(self.shape, part_t, words(part), count, part.stride // 2)
-
-    def take_queries(self, q_t: Matrix, q: Matrix, source: Source, n: Scalar, count: Scalar) -> None:
-        self.take(q, source, n, count, self.shape.config.head_dim, self.q_factor)
-        self.turn(q_t, q, count)
 
     def put(self, b: Matrix, j: Value, c: int, rows: Sequence[Operand]) -> None:
         for r in range(0, len(rows), 2):

@@ -88,17 +88,14 @@ class Arguments:
     def __getattr__(self, name: str) -> Value:
         values = self.__dict__["values"]
         if name not in values:
-            kind = "f64" if name in FLOATS else "i64"
+            kind = "f64" if name in FLOATS else "ptr" if name in POINTERS else "i64"
             with self.emitter.on_entry():
                 values[name] = self.block[WORD[name]].as_kind(kind).load()
         return values[name]
 
     def ptr(self, name: str, kind: str) -> Ptr:
         assert name in POINTERS
-        if name not in self.values:
-            with self.emitter.on_entry():
-                self.values[name] = self.block[WORD[name]].as_kind("ptr").load()
-        return Ptr(self.values[name].raw, kind)
+        return Ptr(getattr(self, name).raw, kind)
 
     def vector(self, name: str, shape: Shape) -> Value:
         """A floating-point argument in every lane, in the compute type."""
