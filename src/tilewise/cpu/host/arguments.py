@@ -64,7 +64,6 @@ class Config:
     bias_kind: str = ""
     functions: str = ""  # mask and score functions: `core.functions.expression.Functions.text`
     dbias_kind: str = ""  # where the gradient of the bias is summed
-    adds_dbias: bool = False  # its entries have several terms, of sequences, heads or queries
     has_dropout: bool = False
     is_partial: bool = False  # lse counts keys that the call does not have: weights are as it says
     page_size: int = 0  # 0: not in pages

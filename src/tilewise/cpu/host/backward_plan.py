@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from tilewise.core.functions.expression import decode
-from tilewise.core.mask import Visibility
 from tilewise.core.plan import Results, Retry
 from tilewise.core.problem import AttentionProblem, Gradients, Inputs
 from tilewise.core.signature import Signature, contiguous_strides, named, rows_dense
@@ -73,7 +72,6 @@ class BackwardPlan(CallPlan):
         self.has_unreached = self.is_ragged or first == end  # if the first query sees a key, all do
         self.has_captured_gradient = problem.functions is not None and decode(problem.functions).wants_grad
         self.may_hide_rows = problem.functions is not None and bool(decode(problem.functions).hiding)
-        self.writes_dbias = self.writes_all_of_bias(visible)
         if self.has_few_rows:  # keys that no query sees are left out
             self.has_unreached |= visible.key_range(0, problem.seqlen_q) != (0, problem.seqlen_k)
         if not problem.is_packed:
@@ -86,7 +84,7 @@ class BackwardPlan(CallPlan):
             return load("decode_backward", decode_config(problem, inputs, may_cut=False))
         config = backward_config(problem, inputs, may_cut)
         if self.dbias_dtype is not None:
-            config = replace(config, dbias_kind=KINDS[self.dbias_dtype], adds_dbias=_adds_dbias(problem))
+            config = replace(config, dbias_kind=KINDS[self.dbias_dtype])
         return load("backward", config)
 
     def _allocate(self) -> None:
@@ -100,13 +98,6 @@ class BackwardPlan(CallPlan):
             dbias = torch.empty(problem.bias_shape, device="meta")
             self.template.update(**axes("dbias", "bhij", broadcast_strides(dbias)))
         self.lse_bytes = math.prod(lse_shape(problem, self.given.query)) * problem.compute_dtype.itemsize
-
-    def writes_all_of_bias(self, visible: Visibility) -> bool:
-        """Whether the kernel stores each entry of the bias's gradient, and leaves out no tile of scores."""
-        may_skip = self.is_ragged or self.may_hide_rows or self.problem.mask_shape is not None
-        is_full = visible.left is None and visible.right is None
-        is_full &= self.problem.bias_shape is None or self.problem.bias_shape[3] == self.problem.seqlen_k
-        return is_full and not may_skip and self.dbias_dtype is not None and not _adds_dbias(self.problem)
 
     def divide(self, seqlen_q: int, seqlen_k: int) -> Division:
         """Work items for sequences of at most these lengths. Blocks of keys depend on the problem alone."""
@@ -162,8 +153,7 @@ class BackwardPlan(CallPlan):
         dbias = delta = None
         if self.dbias_dtype is not None:
             dbias = new_large(inputs.bias.shape, self.dbias_dtype)  # type: ignore[union-attr]
-            if not self.writes_dbias:
-                dbias.zero_()
+            dbias.zero_()
         if self.problem.has_sinks:  # a query that sees no key has delta = -dlse
             delta = torch.zeros(lse.shape, dtype=dtype, device=CPU) if dlse is None else -dlse
         division = self.division or self.divide(longest(inputs.cu_seqlens_q), longest(inputs.cu_seqlens_k))

@@ -26,6 +26,7 @@ from tilewise.cpu.dsl.vector import (
     splat,
 )
 from tilewise.cpu.kernels.common.functions import KernelFunctions
+from tilewise.cpu.kernels.common.sums import add_row
 from tilewise.cpu.kernels.common.tiles import (
     INF,
     Grid,
@@ -101,31 +102,21 @@ class Scores:
         transpose_rows(shape, area, rows, shape.block_q, round_up(n, lanes))
 
     def add_gradient(self, head: Head, ds_t: Rows, q0: Value, j0: Value, begin: Scalar, end: Value) -> None:
-        """dbias[q0:, j0 + begin : j0 + end] = ds, transposed back; += where others share the row."""
+        """dbias[q0:, j0 + begin : j0 + end] += ds, transposed back."""
         shape, rows, lanes, args = self.shape, self.by_query, self.shape.lanes, head.args
+        kind = self.config.dbias_kind
         assert rows is not None
         with either(args.dbias_i.equals(0)) as (one_row, own_rows):
             with one_row:
                 for j in loop(0, shape.block_k, lanes):
                     keys = [[ds_t.at(j, c)[r, 0].load(lanes) for c in shape.columns()] for r in range(lanes)]
                     rows[0, j].store(fold_sums([sum(of_key[1:], of_key[0]) for of_key in keys]))
-                self._put_row(
-                    head.score_row("dbias", self.config.dbias_kind, q0, j0), rows, begin, end, add_at
-                )
+                add_row(shape, head.score_row("dbias", kind, q0, j0), rows, begin, end)
             with own_rows:
                 transpose_rows(shape, rows, ds_t, shape.block_k, shape.block_q)
-                put = add_at if self.config.adds_dbias else store_at
                 for i in loop(0, minimum(shape.block_q, head.seqlen_q - q0)):
-                    row = head.score_row("dbias", self.config.dbias_kind, q0 + i, j0)
-                    self._put_row(row, rows.at(i, 0), begin, end, put)
-
-    def _put_row(self, row: Ptr, terms: Rows, begin: Scalar, end: Value, put: Callable[..., None]) -> None:
-        lanes = self.shape.lanes
-        vectors_end = maximum(begin, begin + ((end - begin) & -lanes))
-        for j in loop(begin, vectors_end, lanes):
-            put(row[j], terms[0, j], lanes)
-        for j in loop(vectors_end, end):
-            put(row[j], terms[0, j], None)
+                    row = head.score_row("dbias", kind, q0 + i, j0)
+                    add_row(shape, row, rows.at(i, 0), begin, end)
 
     @property
     def may_hide_tiles(self) -> bool:
@@ -300,14 +291,3 @@ def any_byte(row: Ptr, n: Value) -> Value:
                 total.set(total | row[j].load_bytes(BYTES_AT_ONCE))
             found.set(select(any_lane(total.equals(0) ^ 1), 1, found))
     return Value(found.raw)
-
-
-def store_at(cell: Ptr, term: Ptr, lanes: int | None) -> None:
-    """cell = term."""
-    cell.store(as_kind(term.load(lanes), "f64" if cell.kind == "f64" else "f32"))
-
-
-def add_at(cell: Ptr, term: Ptr, lanes: int | None) -> None:
-    """cell += term, in the type of the term."""
-    total = as_kind(cell.load(lanes), term.kind) + term.load(lanes)
-    cell.store(as_kind(total, "f64" if cell.kind == "f64" else "f32"))

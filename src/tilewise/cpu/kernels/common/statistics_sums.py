@@ -33,6 +33,7 @@ from tilewise.cpu.dsl.vector import (
     splat,
 )
 from tilewise.cpu.kernels.common.dropout import GROUP
+from tilewise.cpu.kernels.common.sums import add_row
 from tilewise.cpu.kernels.common.tiles import INF, Arguments, Head, Scratch, Shape
 from tilewise.cpu.kernels.forward import Tile, weighted
 
@@ -199,10 +200,7 @@ class Sums:
             self.folded[0, j].store(fold_sums(keys))
         row = self.part * args.column_p + head.batch * args.column_b + head.head * args.column_h
         target = args.ptr("column_sum", self.shape.kind)[row + head.k_row0 + j0]
-        for j in loop(0, n & -lanes, lanes):
-            target[j].store(target[j].load(lanes) + self.folded[0, j].load(lanes))
-        for j in loop(n & -lanes, n):
-            target[j].store(target[j].load() + self.folded[0, j].load())
+        add_row(self.shape, target, self.folded, 0, n)
 
     # ---- the end
 

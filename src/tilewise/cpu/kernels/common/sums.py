@@ -7,7 +7,7 @@ from typing import Any
 
 from tilewise.cpu.dsl.control import either, loop, wait_until, when
 from tilewise.cpu.dsl.memory import Halves, Ptr, Rows
-from tilewise.cpu.dsl.vector import BYTES, Operand, Scalar, Value, Var
+from tilewise.cpu.dsl.vector import BYTES, Operand, Scalar, Value, Var, as_kind, maximum
 from tilewise.cpu.kernels.common.tiles import Shape, column_chunks, store_rows
 
 
@@ -22,6 +22,15 @@ def add_to(shape: Shape, target: Rows, part: list[list[Var]]) -> None:
         for v, x in enumerate(row):
             cell = target[r, v * shape.lanes]
             cell.store(cell.load(shape.lanes) + x)
+
+
+def add_row(shape: Shape, row: Ptr, terms: Rows, begin: Scalar, end: Value) -> None:
+    """row[j] += terms[0, j] for begin <= j < end; added in the type of the terms."""
+    vectors_end = maximum(begin, begin + ((end - begin) & -shape.lanes))
+    for start, stop, lanes in ((begin, vectors_end, shape.lanes), (vectors_end, end, None)):
+        for j in loop(start, stop, lanes or 1):
+            total = as_kind(row[j].load(lanes), shape.kind) + terms[0, j].load(lanes)
+            row[j].store(as_kind(total, "f64" if row.kind == "f64" else "f32"))
 
 
 def sum_bytes(shape: Shape, rows: int) -> int:
