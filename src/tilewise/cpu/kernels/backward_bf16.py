@@ -19,7 +19,7 @@ from tilewise.cpu.dsl.vector import Operand, Value, fma, maximum, minimum, selec
 from tilewise.cpu.kernels.backward import BackwardKernel
 from tilewise.cpu.kernels.common.dropout import TileDropout
 from tilewise.cpu.kernels.common.products import at
-from tilewise.cpu.kernels.common.scores import Scores, TileScores
+from tilewise.cpu.kernels.common.scores import Scores, TileScores, through
 from tilewise.cpu.kernels.common.tiles import Head, KeyBlocks, Scratch, Shape, round_up
 
 
@@ -109,10 +109,10 @@ class BFloat16BackwardKernel(BackwardKernel):
     def keep_bias_gradient(self, r: Value, k: int, ds: list[Value]) -> None:
         """dbias is ds between the derivatives of score function and softcap, which ds gets here."""
         for v, x in enumerate(self.part.columns()):
-            ds[v] = self.scores.before_function(ds[v], r + k, x)
+            ds[v] = through(self.scores.function_slope, ds[v], r + k, x)
             if self.config.dbias_kind:
                 self.dbias_t.at(r, 0)[k, x].store(ds[v])
-            ds[v] = self.scores.before_cap(ds[v], r + k, x)
+            ds[v] = through(self.scores.cap_slope, ds[v], r + k, x)
 
     def hide_rest(self, c: Value, a: Value, b: Value, end: Value) -> None:
         """p = ds = 0 for the keys of [0, end) that the part at c does not see, though others do."""

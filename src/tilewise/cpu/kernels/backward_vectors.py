@@ -11,13 +11,11 @@ The shift is an integer near the scores: s - shift is small and hardly rounded, 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from tilewise.cpu.dsl.control import loop, when
+from tilewise.cpu.dsl.memory import Rows
 from tilewise.cpu.dsl.numerics import FORMATS, exp
 from tilewise.cpu.dsl.vector import (
     Operand,
-    Scalar,
     Value,
     Var,
     absolute,
@@ -28,7 +26,7 @@ from tilewise.cpu.dsl.vector import (
     select,
 )
 from tilewise.cpu.kernels.backward import BackwardKernel
-from tilewise.cpu.kernels.common.scores import Scores
+from tilewise.cpu.kernels.common.scores import Scores, through
 from tilewise.cpu.kernels.common.tiles import (
     BLOCK_K,
     Head,
@@ -132,19 +130,17 @@ class VectorBackwardKernel(BackwardKernel):
         functions = self.scores.functions
         if functions is not None and functions.load_slopes:
             functions.at(shape, head, q0, j0 + j).add_captured(self.ds_t, end)
-        if self.scores.function_slope is not None:
-            self.change_ds(self.scores.before_function, end)
+        self.change_ds(self.scores.function_slope, end)
         if self.config.dbias_kind:
             self.scores.add_gradient(head, self.ds_t, q0, j0 + j, 0, end)
-        if self.scores.cap_slope is not None:
-            self.change_ds(self.scores.before_cap, end)
+        self.change_ds(self.scores.cap_slope, end)
 
-    def change_ds(self, change: Callable[[Value, Scalar, Scalar], Value], end: Value) -> None:
-        """ds_t[r, c] = change(ds_t[r, c], r, c)."""
-        for r in loop(0, end):
+    def change_ds(self, slopes: Rows | None, end: Value) -> None:
+        """ds_t `through` slopes, if there are any."""
+        for r in loop(0, end) if slopes is not None else ():
             for c in self.shape.columns():
                 ds = self.ds_t[r, c]
-                ds.store(change(ds.load(self.shape.lanes), r, c))
+                ds.store(through(slopes, ds.load(self.shape.lanes), r, c))
 
     def balance(self, head: Head, q0: Value, j0: Value, end: Value) -> None:
         """Where the tile sees no keys but j0 + [0, end): ds_t as if delta were the sum of p_t dp_t.

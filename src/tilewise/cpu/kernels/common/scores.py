@@ -145,18 +145,12 @@ class Scores:
     def at(self, head: Head, q0: Scalar, j0: Value) -> TileScores:
         return TileScores(self, head, q0, j0)
 
-    def before_function(self, ds: Value, r: Scalar, c: Scalar) -> Value:
-        """The gradient of scores [r, c + lanes] before the score function, from that behind it; 0 from 0."""
-        if self.function_slope is None:
-            return ds
-        slope = self.function_slope[r, c].load(self.shape.lanes)
-        return select(ds.equals(0.0), ds, ds * slope)
 
-    def before_cap(self, ds: Value, r: Scalar, c: Scalar) -> Value:
-        """The same of the softcap."""
-        if self.cap_slope is None:
-            return ds
-        return ds * self.cap_slope[r, c].load(self.shape.lanes)
+def through(slopes: Rows | None, ds: Value, r: Scalar, c: Scalar) -> Value:
+    """Gradients of some scores times the slopes of what made these, which are at [r, c] on; 0 from 0."""
+    if slopes is None:
+        return ds
+    return select(ds.equals(0.0), ds, ds * slopes[r, c].load(ds.type.count))
 
 
 class TileScores:
