@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from tilewise.cpu.dsl.control import either, loop, when
@@ -62,50 +61,29 @@ class Scores:
         self.areas = {
             name: scratch.rows(shape.block_k, shape.block_q) for name, used in areas.items() if used
         }
-        self.by_query = scratch.rows(shape.block_q, shape.block_k) if self.areas else None
+        self.by_query = scratch.rows(shape.block_q if self.areas else 0, shape.block_k)
 
     def load(self, head: Head, q0: Scalar, j0: Value, n: Value) -> None:
         """Bring this tile's part of mask and bias into scratch, transposed like the scores."""
+        shape, rows, lanes = self.shape, self.by_query, self.shape.lanes
         for name, area in self.areas.items():
             kind = "bool" if name == "mask" else self.config.bias_kind
-
-            def source(i: Scalar, name: str = name, kind: str = kind) -> Ptr:
-                return head.score_row(name, kind, q0 + i, j0)
-
-            step = getattr(head.args, f"{name}_j")
-            with either(getattr(head.args, f"{name}_i").equals(0)) as (one_row, own_rows):
-                with one_row:
-                    self._spread(area, source(0), step, n)
-                with own_rows:
-                    self._turn(area, source, step, head.seqlen_q - q0, n)
-
-    def _spread(self, area: Rows, row: Ptr, step: Value, n: Value) -> None:
-        """area[j, :] = row[j step]: all queries have the same row."""
-        shape = self.shape
-        for j in loop(0, n):
-            x = splat(as_kind(row[j * step].load(), shape.kind), shape.lanes)
-            for c in shape.columns():
-                area[j, c].store(x)
-
-    def _turn(self, area: Rows, source: Callable[[Scalar], Ptr], step: Value, n_q: Value, n: Value) -> None:
-        """area[j, i] = source(i)[j step]; a step is 1, or 0 where all keys have the same number."""
-        shape, rows, lanes = self.shape, self.by_query, self.shape.lanes
-        assert rows is not None
-        vectors_end = (n & -lanes) * step
-        for i in loop(0, shape.block_q):
-            row = source(minimum(i, n_q - 1))
-            prefetch_row(row[step * shape.block_k], shape.block_k)  # rows lie far apart: nothing else does
-            for j in loop(0, vectors_end, lanes):
-                rows[i, j].store(as_kind(row[j].load(lanes), shape.kind))
-            for j in loop(vectors_end, n):
-                rows[i, j].store(as_kind(row[j * step].load(), shape.kind))
-        transpose_rows(shape, area, rows, shape.block_q, round_up(n, lanes))
+            step = getattr(head.args, f"{name}_j")  # 1, or 0 where all keys have the same number
+            last, vectors_end = head.seqlen_q - 1 - q0, (n & -lanes) * step
+            for i in loop(0, shape.block_q):
+                row = head.score_row(name, kind, q0 + minimum(i, last), j0)
+                ahead = row[step * shape.block_k]  # asked for, as rows lie far apart: nothing else does
+                prefetch_row(ahead, shape.block_k)
+                for j in loop(0, vectors_end, lanes):
+                    rows[i, j].store(as_kind(row[j].load(lanes), shape.kind))
+                for j in loop(vectors_end, n):
+                    rows[i, j].store(as_kind(row[j * step].load(), shape.kind))
+            transpose_rows(shape, area, rows, shape.block_q, round_up(n, lanes))
 
     def add_gradient(self, head: Head, ds_t: Rows, q0: Value, j0: Value, begin: Scalar, end: Value) -> None:
         """dbias[q0:, j0 + begin : j0 + end] += ds, transposed back."""
         shape, rows, lanes, args = self.shape, self.by_query, self.shape.lanes, head.args
         kind = self.config.dbias_kind
-        assert rows is not None
         with either(args.dbias_i.equals(0)) as (one_row, own_rows):
             with one_row:
                 for j in loop(0, shape.block_k, lanes):
