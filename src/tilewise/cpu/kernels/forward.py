@@ -36,6 +36,7 @@ from tilewise.cpu.dsl.vector import Operand, Scalar, Value, Var, as_int, fma, li
 from tilewise.cpu.kernels.common.dropout import GROUP, Dropout, TileDropout
 from tilewise.cpu.kernels.common.products import Matrix, Products, at, products_of
 from tilewise.cpu.kernels.common.scores import Scores
+from tilewise.cpu.kernels.common.sums import fill_zero
 from tilewise.cpu.kernels.common.tiles import (
     INF,
     Arguments,
@@ -193,9 +194,7 @@ class ForwardKernel:
             tile.l[0, c].store(shape.constant(1.0 if shape.config.has_sinks else 0.0))
             for name, area in tile.found.items():
                 area[0, c].store(shape.constant(-INF if name == "row_max" else 0.0))
-        for d in loop(0, shape.pad_v):
-            for c in shape.columns():
-                tile.acc_t[d, c].store(shape.constant(0.0))
+        fill_zero(shape, tile.acc_t, shape.pad_v)
 
     def load_queries(self, head: Head, tile: Tile) -> None:
         source, n = head.query_rows("q", tile.q0), head.seqlen_q - tile.q0

@@ -33,7 +33,7 @@ from tilewise.cpu.dsl.vector import (
     splat,
 )
 from tilewise.cpu.kernels.common.dropout import GROUP
-from tilewise.cpu.kernels.common.sums import add_row
+from tilewise.cpu.kernels.common.sums import add_row, fill_zero
 from tilewise.cpu.kernels.common.tiles import INF, Arguments, Head, Scratch, Shape
 from tilewise.cpu.kernels.forward import Tile, weighted
 
@@ -96,8 +96,7 @@ class Sums:
 
     def clear_columns(self) -> None:
         if "column_sum" in self.wanted:
-            for j in loop(0, self.shape.block_k):
-                self.columns[j, 0].store(self.shape.constant(0.0))
+            fill_zero(self.shape, self.columns, self.shape.block_k)
 
     def first_key(self, head: Head, j0: Scalar) -> Value:
         """The number of key j0 in tensors that have a place for every key of a batch entry."""
