@@ -147,9 +147,14 @@ def test_the_command_compiles_what_a_model_launches(tmp_path):
     assert done.exit_code == 0, done.output
     names = [path.stem for path in out.glob("*/*.cubin")]
     assert {"attn_fwd_kernel", "append_kernel"} <= set(names) and f"{len(names)} kernels" in done.output
-    wrong = {"--gpu": "must be one of", "--for": "HEADS/KV_HEADS/HEAD_DIM", "--batch": "positive"}
-    for option, message in wrong.items():
-        done = CliRunner().invoke(_app(), ["warmup", "--out", str(out), option, "x"])
+    wrong = (
+        ("--gpu", "x", "must be one of"),
+        ("--for", "x", "HEADS/KV_HEADS/HEAD_DIM"),
+        ("--for", "64/7/128", "must have HEADS that KV_HEADS divide"),
+        ("--batch", "x", "positive"),
+    )
+    for option, value, message in wrong:
+        done = CliRunner().invoke(_app(), ["warmup", "--out", str(out), option, value])
         assert done.exit_code == 2 and message in done.output
 
 

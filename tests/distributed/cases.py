@@ -347,7 +347,8 @@ def second_call(group, method, cu_seqlens):
             stack.enter_context(mock.patch(f"tilewise.distributed.{name}", side_effect=error))
         call(new())
         call(new().requires_grad_())
-    for options in ({"softcap": -1.0}, {"window": (0, -3)}, {"backend": "none"}, {"scale": [1.0]}):
+    wrong = ({"softcap": -1.0}, {"window": (0, -3)}, {"backend": "none"}, {"scale": [1.0]})
+    for options in (*wrong, {"dropout_seed": 1, "dropout_p": 0.1}):
         try:
             call(new(), **options)
         except (ValueError, TypeError) as error:

@@ -51,7 +51,7 @@ def test_a_peer_that_fails_on_one_rank_is_left_by_all(pool):
 
 
 def test_one_device_does_the_work_of_one_rank_of_many(monkeypatch):
-    """Without torchrun: results of every method are right, so messages are."""
+    """Without torchrun: results of every method are right, so what ranks read of each other is."""
     monkeypatch.setattr(CpuStopwatch, "most", 3)
     cases = [
         dense("forward+backward", "float32", 16, 8, 1, 1040, causal=True),

@@ -51,7 +51,7 @@ CASES: dict[str, tuple[Any, Any, int, int, int, int, dict[str, Any]]] = {
     "steep_packed": ([100, 0, 70, 200], [130, 20, 0, 300], 2, 1, 128, 128, {"scale": 4.0}),
     # sums that are too large for float16
     "ramp": (700, 700, 1, 1, 64, 64, {"window_left": 300, "window_right": 20, "scale": 1.0, "ramp": 3.0}),
-    # references of which the second tile's is large enough: nothing is done again
+    # references of which the far tile's, which comes first, is large enough: nothing is done again
     "ramp_both_ends": (300, 1300, 2, 1, 128, 128, {"scale": 1.0, "ramp": 0.2}),
     "ramp_both_ends_causal": (1300, 1300, 1, 1, 64, 64, {"scale": 1.0, "ramp": 0.2, "causal": True}),
     "ramp_both_ends_packed": (

@@ -31,7 +31,7 @@ ROUNDS = {"2d": 5}  # until all that is read is right: heads, keys, out, gradien
 FEWER_ROUNDS = 3
 
 
-class Shelf:
+class SymmetricMemory:
     """What ranks that run one after another have published: of each purpose, by its number in a call."""
 
     def __init__(self, world: int) -> None:
@@ -92,10 +92,10 @@ def _one_rank(method: str, world: int) -> Prepare:
         starts, total = offsets(case), data.query.shape[dim]
         balance = balance_of(case)
         layout = make_layout(tuple(starts or (0, total)), world, balance)
-        shelf = Shelf(world)
+        memory = SymmetricMemory(world)
 
         def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            shelf.begin()
+            memory.begin()
             found = context_parallel_attention(
                 query, key, value, method=method, balance=balance, seqlen=total, cu_seqlens=starts,
                 **options_of(case),
@@ -107,7 +107,7 @@ def _one_rank(method: str, world: int) -> Prepare:
             tokens = layout.tokens(rank).to(data.query.device)
             whole = (data.query, data.key, data.value, data.dout)
             *tensors, dout = (None if t is None else t.index_select(dim, tokens) for t in whole)
-            context = functools.partial(_as, Ranks(None, rank, world, shelf.everyone), shelf)
+            context = functools.partial(_as, Ranks(None, rank, world, memory.everyone), memory)
             return prepare_call(case, tensors, dout, attend, lambda t: t, context)  # type: ignore[arg-type]
 
         found = _run_all(of_rank, layout, dim, ROUNDS.get(method, FEWER_ROUNDS))
@@ -139,11 +139,11 @@ def _captured(prepared: Prepared) -> Callable[[], object]:
 
 
 @contextlib.contextmanager
-def _as(ranks: Ranks, shelf: Shelf) -> Iterator[None]:
+def _as(ranks: Ranks, memory: SymmetricMemory) -> Iterator[None]:
     with (
         mock.patch("tilewise.distributed.attention.ranks_of", lambda *_: ranks),
         mock.patch.object(peer_memory, "can_read", lambda *_: True),
-        mock.patch.object(peer_memory, "memory_of", shelf.memory_of),
+        mock.patch.object(peer_memory, "memory_of", memory.memory_of),
     ):
         yield
 
