@@ -15,7 +15,8 @@ from torch import Tensor
 from tilewise.gpu.launch.launch_plan import Launch, Tensors, run
 
 MOST = 16  # sources
-BLOCK = 8192  # elements of a program: in 16 bits 128 bytes of each of its threads are on their way at once
+BLOCK = 8192  # elements of a program: in 16 bits 64 bytes of each of its threads are on their way at once
+NUM_WARPS = 8  # with 4 a thread has twice as many addresses: 2.8 TB/s instead of 3.6 on an H200
 MOST_ROWS, MOST_COLUMNS = 64, 2048  # of a block; short rows would fill it with addresses
 
 
@@ -43,7 +44,7 @@ def _launch(problem: tuple[()], tensors: Tensors) -> Launch:
         (target, *target.stride()[:3]), tuple(sources), *sources[0].stride()[:2], (which, *which.stride()),
         (row, *row.stride()), tokens * parts, parts, blocks, width, rows, columns, len(sources),
     )  # fmt: skip
-    return Launch(take_kernel, batch * blocks, arguments, 4)
+    return Launch(take_kernel, batch * blocks, arguments, NUM_WARPS)
 
 
 @triton.jit(do_not_specialize=["count", "blocks"])
