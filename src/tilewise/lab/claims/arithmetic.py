@@ -78,7 +78,7 @@ def running_sum(setting: Setting) -> Measured:
 def _four_tokens() -> trace.BackwardTrace:
     t = EXAMPLES["tiling-4x4"].tensors()
     assert t.dout is not None
-    return trace.backward(t.query, t.key, t.value, t.dout, 2, 2)
+    return trace.backward(t.query, t.key, t.value, t.dout, 2, 2, scale=EXAMPLES["tiling-4x4"].scale)
 
 
 @claim(

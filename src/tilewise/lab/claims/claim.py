@@ -29,11 +29,18 @@ class Setting:
 
 
 class Measured(NamedTuple):
-    """`value` in the claim's unit; `what` says sizes and dtype, `note` what else was seen."""
+    """`value` in the claim's unit; `what` says sizes and dtype, `note` what else was seen.
+
+    curves: by the name of an axis ("ms", "MiB", "loss"), of each peer what was measured at which x.
+    """
 
     value: float
     what: str
     note: str = ""
+    curves: Curves | None = None
+
+
+Curves = dict[str, dict[str, dict[str, float]]]  # axis -> peer -> x -> y; x as text, as JSON has it
 
 
 @dataclass(frozen=True)
@@ -41,6 +48,8 @@ class Claim:
     """`kind`: "at least" (a speedup or saving), "at most" (a growth) or "equal" (a figure to be computed).
 
     `needs_gpu`: the claim is about a GPU's kernels. `is_training`: it takes longer than all others together.
+    `is_counted`: no clock or device has a part in it.
+    `why`: where it does not hold, why.
     """
 
     name: str
@@ -52,6 +61,8 @@ class Claim:
     measure: Callable[[Setting], Measured]
     needs_gpu: bool = False
     is_training: bool = False
+    is_counted: bool = False
+    why: str = ""
 
     def holds(self, value: float) -> bool:
         """Whether a measured value confirms the claim.
@@ -84,11 +95,13 @@ def claim(
     kind: str = "at least",
     needs_gpu: bool = False,
     is_training: bool = False,
+    is_counted: bool = False,
+    why: str = "",
 ) -> Callable[[Measure], Measure]:
     """Put a function that measures a claim on the list."""
 
     def register(measure: Measure) -> Measure:
-        CLAIMS[name] = Claim(name, says, source, claimed, unit, kind, measure, needs_gpu, is_training)
+        CLAIMS[name] = Claim(name, says, source, claimed, unit, kind, measure, needs_gpu, is_training, is_counted, why)
         return measure
 
     return register

@@ -41,7 +41,7 @@ def claims(
     from tilewise.lab.claims.claim import CLAIMS, Claim, Setting
 
     def show(claim: Claim, row: run.Results) -> None:
-        _, _, claimed, measured, holds, what = report.line(claim, row)
+        _, _, claimed, measured, _, holds, what = report.line(claim, row)
         verdict = {"yes": "holds", "**no**": "does not hold"}.get(holds, "not measured")
         typer.echo(f"{claim.name:18} {claimed:>14} claimed {measured:>14} measured: {verdict}\n    {what}")
 

@@ -7,9 +7,10 @@ from typing import Any
 
 from tilewise.lab.bench import results
 from tilewise.lab.bench.report import markdown
-from tilewise.lab.claims.claim import CLAIMS, Claim
+from tilewise.lab.claims import run
+from tilewise.lab.claims.claim import CLAIMS, Claim, Setting
 
-HEADER = ["claim", "of", "claimed", "measured", "holds", "on what"]
+HEADER = ["claim", "of", "claimed", "measured", "ratio", "holds", "on what, and why not"]
 
 
 def figure(value: float, unit: str) -> str:
@@ -27,17 +28,23 @@ def line(claim: Claim, row: dict[str, Any]) -> list[str]:
     """The cells of one claim."""
     claimed = figure(claim.claimed, claim.unit)
     if "refused" in row:
-        return [claim.says, claim.source, claimed, "–", "–", row["refused"]]
-    what = row["what"] + (f"; {row['note']}" if row["note"] else "")
+        return [claim.says, claim.source, claimed, "–", "–", "–", row["refused"]]
+    holds, ratio = claim.holds(row["value"]), f"{row['value'] / claim.claimed:.2f}"
+    said = "; ".join(part for part in (row["what"], row["note"]) if part)
+    if not holds:
+        said += f". {claim.why}"
     measured = figure(row["value"], claim.unit)
-    return [claim.says, claim.source, claimed, measured, "yes" if row["holds"] else "**no**", what]
+    return [claim.says, claim.source, claimed, measured, ratio, "yes" if holds else "**no**", said]
 
 
 def tables(files: Sequence[dict[str, Any]]) -> str:
-    """A section for each file: where and when, if kernels have changed since, and its claims in order."""
-    parts = []
+    """What is counted, measured now; then a section for each file: where and when, and if kernels have changed."""
+    counted = [claim for claim in CLAIMS.values() if claim.is_counted]
+    rows = [line(claim, run.measured(claim, Setting("cpu"))) for claim in counted]
+    parts = ["\n".join(["### Counted: the same on any machine", "", *markdown(HEADER, rows)])]
     for found in files:
-        rows = [line(claim, found["rows"][name]) for name, claim in CLAIMS.items() if name in found["rows"]]
+        timed = [c for name, c in CLAIMS.items() if name in found["rows"] and not c.is_counted]
+        rows = [line(claim, found["rows"][claim.name]) for claim in timed]
         device, threads = found["device"], found["threads"]
         where = device["name"] + (f", {threads} threads" if device["type"] == "cpu" else "")
         title = f"### {where}, {found['date'][:10]}, torch {found['versions']['torch']}"

@@ -9,6 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from tilewise.lab.bench import results
 from tilewise.lab.bench.errors import BenchError
 from tilewise.lab.claims.claim import CLAIMS, Claim, Setting
@@ -61,27 +63,36 @@ def run(
 ) -> Results:
     """Measure each claim; after each, write the file and call `report` with its row.
 
-    Rows that the file has already, of the same sources and device, are not measured again.
+    Rows that the file has already are not measured again, but for those that could not be measured and
+    trainings, which go on from their checkpoints.
+
+    Raises:
+        BenchError: the file is of other sources or another device, or its folder is not there.
     """
     found: Results = {"kind": KIND, **results.environment(setting.device), "rows": {}}
     if path is not None and path.exists():
         before = load(path)
-        if all(before[key] == found[key] for key in ("source_sha256", "device")):
-            found["rows"] = before["rows"]
+        if other := [key for key in ("source_sha256", "device") if before[key] != found[key]]:
+            raise BenchError(f"{path} is of another {' and '.join(other)}: name a new file")
+        found["rows"] = before["rows"]
+    elif path is not None and not path.parent.is_dir():
+        raise BenchError(f"{path}: there is no folder {path.parent}")
     for claim in claims:
-        if claim.name not in found["rows"]:
-            found["rows"][claim.name] = _row(claim, setting)
+        row = found["rows"].get(claim.name)
+        if row is None or "refused" in row or claim.is_training:
+            row = found["rows"][claim.name] = measured(claim, setting)
             if path is not None:
-                path.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n")
-        report(claim, found["rows"][claim.name])
+                results.save(found, path)
+        report(claim, row)
     return found
 
 
-def _row(claim: Claim, setting: Setting) -> Results:
+def measured(claim: Claim, setting: Setting) -> Results:
+    """The row of a claim; why not, where it cannot be measured."""
     start = time.perf_counter()
     try:
-        value, what, note = claim.measure(setting)
-    except BenchError as error:
-        return {"refused": str(error)}
-    row = {"value": value, "what": what, "note": note, "holds": claim.holds(value)}
-    return row | {"seconds": round(time.perf_counter() - start, 1)}
+        found = claim.measure(setting)
+    except (BenchError, torch.OutOfMemoryError) as error:
+        return {"refused": str(error).splitlines()[0]}
+    row = found._asdict() | {"seconds": round(time.perf_counter() - start, 1)}
+    return {key: value for key, value in row.items() if value is not None}
