@@ -113,9 +113,9 @@ def _traced(
 ) -> Trace:
     recorder = Recorder(device)
     indices = [recorder.index(name) for name in INDICES]
-    if first is not None:  # within bounds that leave sums 32 bits
-        begin = recorder.load(first, (indices[0],)).clamp(0, LENGTH - 1)
-        indices[INDICES.index("i")] = indices[INDICES.index("i")] + begin
+    if first is not None:  # within bounds that leave sums 32 bits; queries before a sequence's first token at 0
+        begin, i = recorder.load(first, (indices[0],)).clamp(1 - LENGTH, LENGTH - 1), INDICES.index("i")
+        indices[i] = (indices[i] + begin).clamp(0)
     mask = score = None
     if mask_mod is not None:
         mask = recorder.add("bool", _call("mask_mod", mask_mod, recorder, indices)).node

@@ -128,7 +128,7 @@ class BackwardPlan(CallPlan):
     def owners_at_once(self, splits: int, sum_bytes: int, threads: int) -> int:
         """Owners whose sums of dq are kept at once: all, or, of many bytes, as few as leave work for all."""
         are_alike = not (self.is_ragged or self.has_few_rows or self.problem.bias_needs_grad)
-        if sum_bytes <= SUM_BYTES or splits == 1 or not are_alike:
+        if sum_bytes <= SUM_BYTES or splits <= 1 or not are_alike:
             return self.owners
         fewest = max(-(-ITEMS_OF_THREAD * threads // splits), -(-SUM_BYTES * self.owners // sum_bytes))
         return next((n for n in range(fewest, self.owners) if self.owners % n == 0), self.owners)

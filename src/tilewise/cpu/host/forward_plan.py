@@ -50,10 +50,11 @@ class DecodePlan(OutputPlan):
         splits = max(1, -(-problem.seqlen_k // max(1, split_keys)))
         item_heads = self.item_heads(heads * splits)
         partial_bytes = heads * splits * config.rows * self.kernel.facts["partial_bytes"]
-        self.ticket_bytes = 8 * heads if splits > 1 else 0  # splits that are done of each group of heads
+        tickets = 8 * heads  # splits that are done of each group of heads: counted where there is one, too
+        self.ticket_bytes = tickets if splits > 1 else 0  # that have to be 0 before
         words = {"splits": splits, "split_keys": split_keys, "item_heads": item_heads}
         items, thread_bytes = heads * splits // item_heads, self.kernel.facts["scratch_bytes"]
-        behind = partial_bytes, self.ticket_bytes, self.lse_bytes
+        behind = partial_bytes, tickets, self.lse_bytes
         self.division = self.divided(items, thread_bytes, words, *behind)
         self.template.update(**self.division.words)
 
