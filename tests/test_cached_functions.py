@@ -60,6 +60,20 @@ def test_prefill_chunks_and_decoding(backend):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+def test_more_queries_than_a_sequence_has_tokens(backend):
+    """Its last query is aligned with its last token; those before its first one see nothing."""
+    cache = tilewise.KVCache(2, 8, 1, DIM, dtype=torch.double)
+    cache.append(*(torch.randn(2, 6, 1, DIM, dtype=torch.double) for _ in range(2)))
+    cache.lengths = torch.tensor([6, 2], dtype=torch.int32)
+    q = torch.randn(2, 4, 1, DIM, dtype=torch.double)
+    option = tilewise.attention_with_cache(q, cache, window=(0, 0), backend=backend)
+    mask_mod = lambda b, h, i, j: i == j  # noqa: E731
+    found = tilewise.attention_with_cache(q, cache, mask_mod=mask_mod, backend=backend)
+    close(found[0], option[0])
+    close(found[1, 2:], option[1, 2:])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_pages_of_sequences_of_several_lengths(backend):
     """Packed, in an order that is not that of the pages; then one token of each, unpacked."""
     (q, k, v), options = sequences(2), functions()

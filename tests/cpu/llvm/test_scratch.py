@@ -1,4 +1,4 @@
-"""Kernels write nothing behind the scratch memory that a call's plan asks for."""
+"""What plans of calls ask for: kernels write nothing behind it."""
 
 from __future__ import annotations
 
@@ -47,3 +47,10 @@ def test_nothing_behind_the_scratch_is_written(guarded, dtype, batch, heads, kv_
     guarded.release()
     out.sum().backward()
     assert guarded.overwritten() == 0
+
+
+def test_a_long_backward_without_keys():
+    q = torch.randn(3, 260, 4, 128, dtype=torch.bfloat16, requires_grad=True)
+    k = torch.randn(3, 0, 1, 128, dtype=torch.bfloat16)
+    (dq,) = torch.autograd.grad(tilewise.attention(q, k, k, backend="llvm").sum(), q)
+    assert not dq.any()
