@@ -15,8 +15,9 @@ from typing import Any
 from tilewise.core.mask import TileKind, Visibility
 from tilewise.dispatch import capability
 from tilewise.lab.bench import plot, report, results
-from tilewise.lab.claims import report as claims_report, run as claims_run
+from tilewise.lab.claims import plots as claims_plots, report as claims_report
 from tilewise.lab.distributed import plan
+from tilewise.lab.learn import roofline
 from tilewise.lab.mask import picture
 
 ROOT = Path(__file__).parents[1]
@@ -58,12 +59,6 @@ def results_table() -> str:
     return "\n".join(report.markdown(header, rows))
 
 
-def claims_tables() -> str:
-    """Every file of `tilewise claims`, GPUs first."""
-    files = [claims_run.load(path) for path in sorted((ROOT / "benchmarks" / "claims").glob("*.json"))]
-    return claims_report.tables(sorted(files, key=lambda found: found["device"]["type"], reverse=True))
-
-
 def names_table() -> str:
     """The public names, functions and classes before modules, with the first line of each docstring."""
     import tilewise
@@ -83,7 +78,7 @@ def sections() -> dict[Path, dict[str, str]]:
     return {
         README: {"results": results_table(), "features": capability.table()},
         API: {"names": names_table()},
-        CLAIMS: {"claims": claims_tables()},
+        CLAIMS: {"claims": claims_report.tables(claims_report.committed())},
         DISTRIBUTED: {"predictions": plan.table(plan.predict())},
     }
 
@@ -143,6 +138,30 @@ def draw_tiles(path: Path) -> None:
     plt.close(figure)
 
 
+KERNELS = (  # name, file, peer, whose cases
+    ("forward", "h200-headline-quick-2026-11-28.json", "tilewise", "fwd"),
+    ("backward", "h200-headline-quick-2026-11-28.json", "tilewise", "bwd"),
+    ("forward in 8 bits, quantised before", "h200-fp8-2026-11-28.json", "tilewise-fp8-quantized", "fwd"),
+    ("decoding", DECODE, "tilewise", "decode"),
+    ("Triton's forward", "h200-triton-forward-quick-2026-11-22.json", "tilewise:triton", "fwd"),
+    ("Triton's backward", "h200-triton-backward-quick-2026-11-22.json", "tilewise:triton", "bwd"),
+)
+
+
+def draw_claims(folder: Path) -> None:
+    """What claims measured over lengths and steps, and the roofline with each kernel's cases."""
+    files = claims_report.committed()
+    claims_plots.lengths(files, folder / "lengths.svg")
+    claims_plots.losses(files, folder / "losses.svg")
+    points = {
+        name: [
+            p for p in roofline.load_points([RESULTS / file]) if p.peer == peer and p.case.startswith(kind)
+        ]
+        for name, file, peer, kind in KERNELS
+    }
+    roofline.measured_under_the_roof(points, folder / "roofline.svg")
+
+
 MASKS_OF_GUIDE = ("causal", "window", "prefix_lm", "documents", "neighbourhood", "dilated", "mixed")
 SCORES_OF_GUIDE = ("alibi", "softcap", "relative")
 
@@ -164,5 +183,6 @@ if __name__ == "__main__":
     draw(PLOT)
     draw_tiles(TILES)
     draw_recipes(PICTURES)
+    draw_claims(CLAIMS.with_suffix(""))
     plan.draw(plan.predict(), PREDICTIONS)
     plan.draw_points(plan.compare(results.load(RESULTS / FOUR_GPUS), plan.NOMINAL), POINTS)

@@ -60,7 +60,11 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Progress]:
             args.task, name, seqlen=args.seqlen, device=args.device, compiles=args.compile, **numbers
         )
         print(f"{args.task}, {name}")
-        runs[name] = Training(settings[name], args.checkpoint).run(args.every, show)
+        try:
+            training = Training(settings[name], args.checkpoint)
+        except ValueError as error:  # a checkpoint of other settings
+            raise SystemExit(str(error)) from None
+        runs[name] = training.run(args.every, show)
         chance = 1 / settings[name].what.classes
         print(f"accuracy of held-out examples {runs[name].accuracy:.3f}; by chance {chance:.3f}")
     if args.json:

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from tilewise.cli import _app
 from tilewise.lab.bench.errors import BenchError
-from tilewise.lab.claims import models, report, run
+from tilewise.lab.claims import models, orders, plots, report, run
 from tilewise.lab.claims.claim import CLAIMS, Claim, Measured, Setting
 
 CPU = Setting("cpu")
@@ -82,20 +82,48 @@ def test_a_file_is_taken_up_where_it_ended(tmp_path):
         "a paper",
         "2×",
         "3×",
+        "1.50",
         "yes",
         "here; seen",
     ]
     stale = json.loads(path.read_text()) | {"source_sha256": "another"}
     path.write_text(json.dumps(stale))
-    run.run(claims, CPU, path, lambda claim, row: None)
-    assert len(calls) == 4  # other sources: measured anew
+    with pytest.raises(BenchError, match="another source_sha256: name a new file"):
+        run.run(claims, CPU, path, lambda claim, row: None)
+    assert json.loads(path.read_text()) == stale and len(calls) == 2  # nothing was lost
     path.write_text("{}")
     with pytest.raises(BenchError, match="holds no claims"):
         run.run(claims, CPU, path, lambda claim, row: None)
+    with pytest.raises(BenchError, match="there is no folder"):
+        run.run(claims, CPU, tmp_path / "nowhere" / "claims.json", lambda claim, row: None)
+    assert len(calls) == 2
+
+
+def test_what_could_not_be_measured_and_trainings_are_measured_again(tmp_path):
+    answers = iter([BenchError("needs something"), Measured(3.0, "here"), Measured(4.0, "a", "", {"ms": {}})])
+
+    def measure(setting: Setting) -> Measured:
+        answer = next(answers)
+        if isinstance(answer, BenchError):
+            raise answer
+        return answer
+
+    claims = [
+        Claim(n, "", "", 2, "×", "at least", measure, is_training=n == "training") for n in ("a", "training")
+    ]
+    path = tmp_path / "claims.json"
+    rows = run.run(claims[:1], CPU, path, lambda claim, row: None)["rows"]
+    assert rows["a"] == {"refused": "needs something"}
+    rows = run.run(claims[:1], CPU, path, lambda claim, row: None)["rows"]
+    assert rows["a"]["value"] == 3 and "curves" not in rows["a"]
+    rows = run.run(claims, CPU, path, lambda claim, row: None)["rows"]
+    assert rows["a"]["value"] == 3 and rows["training"]["curves"] == {"ms": {}}
+    answers = iter([Measured(5.0, "more")])
+    assert run.run(claims, CPU, path, lambda claim, row: None)["rows"]["training"]["value"] == 5
 
 
 def test_what_other_kernels_gave_is_marked():
-    found = run.run([CLAIMS["balance-a100"]], CPU, None, lambda claim, row: None)
+    found = run.run([CLAIMS["exact"]], CPU, None, lambda claim, row: None)
     assert "with older kernels" not in report.tables([found])
     assert "with older kernels" in report.tables([found | {"kernels_sha256": "another"}])
 
@@ -106,7 +134,38 @@ def test_a_claim_that_cannot_be_measured_says_why():
 
     claim = Claim("a", "a says.", "a paper", 2, "×", "at least", refuse)
     row = run.run([claim], CPU, None, lambda claim, row: None)["rows"]["a"]
-    assert report.line(claim, row)[3:] == ["–", "–", "needs something"]
+    assert report.line(claim, row)[3:] == ["–", "–", "–", "needs something"]
+
+
+def test_a_memory_that_is_too_small_ends_one_claim():
+    def too_much(setting: Setting) -> Measured:
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    claim = Claim("a", "", "", 2, "×", "at least", too_much)
+    assert run.measured(claim, CPU) == {"refused": "CUDA out of memory."}
+
+
+def test_what_does_not_hold_has_a_reason():
+    for title, rows in report.sections(report.committed()):
+        for row in rows:
+            assert len(row) == len(report.HEADER)
+            reason = next(c for c in CLAIMS.values() if c.says == row[0]).why
+            assert row[5] != "**no**" or (reason and row[6].endswith(reason)), (title, row)
+
+
+def test_both_orders_of_work_are_exact():
+    q, k, v = (torch.randn(3, 300, 16, dtype=torch.double) for _ in range(3))
+    exact = torch.softmax(q @ k.mT / 4, -1) @ v
+    for order in (orders.keys_outside, orders.queries_outside):
+        torch.testing.assert_close(order(q, k, v), exact, rtol=1e-12, atol=1e-12)
+
+
+def test_pictures_show_what_was_measured(tmp_path):
+    files = report.committed()
+    plots.lengths(files, tmp_path / "lengths.svg")
+    plots.losses(files, tmp_path / "losses.svg")
+    assert "peak extra memory" in (tmp_path / "lengths.svg").read_text()
+    assert "gpt2-step" in (tmp_path / "losses.svg").read_text()
 
 
 def test_command():

@@ -149,7 +149,7 @@ def test_a_training_ends_with_its_time(tmp_path):
     brief = replace(SMALL, steps=steps, seconds=0.5, warmup=2)
     training = Training(brief, tmp_path / "training.pt")
     progress = training.run(every=5)
-    assert 0 < progress.steps < steps and progress.steps % 5 == 0 and progress.accuracy is not None
+    assert 0 < progress.steps < steps and progress.accuracy is not None
     assert training.schedule.get_last_lr()[0] < 0.5 * brief.lr
     longer = Training(replace(brief, seconds=2 * progress.seconds), tmp_path / "training.pt")
     assert longer.run(every=5).steps > progress.steps

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+from html import escape
 from importlib import resources
 
 import pytest
 from typer.testing import CliRunner
 
 from tilewise.cli import _app
+from tilewise.lab.claims import report
 from tilewise.lab.learn import io_model, kv_memory, page
 from tilewise.lab.learn.io_model import Shape
 from tilewise.lab.learn.machines import MACHINES
@@ -44,12 +46,21 @@ def test_every_module_is_in_the_page_after_those_it_imports():
         assert len(source.splitlines()) < 250, name
 
 
-def test_seven_sections(html):
+def test_eight_sections(html):
     sections = re.findall(r'<section id="(\w+)" aria-labelledby="([\w-]+)"', html)
-    names = ["tiles", "online", "memory", "backward", "pipeline", "cache", "eight"]
+    names = ["tiles", "online", "memory", "backward", "pipeline", "cache", "eight", "claims"]
     assert [name for name, _ in sections] == names
     for _, label in sections:
         assert f'id="{label}"' in html
+
+
+def test_claims_are_those_that_are_kept(html):
+    """Every row of every section, and what is counted once."""
+    part = html.split('<section id="claims"')[1].split("</section>")[0]
+    for title, rows in report.sections(report.committed()):
+        assert f"<h3>{title}</h3>" in part
+        assert all(escape(cell.replace("**", "").replace("`", "")) in part for row in rows for cell in row)
+    assert part.count("<tr>") == sum(1 + len(rows) for _, rows in report.sections(report.committed()))
 
 
 def test_costs_are_the_models(data):

@@ -113,7 +113,7 @@ def _traced(
 ) -> Trace:
     recorder = Recorder(device)
     indices = [recorder.index(name) for name in INDICES]
-    if first is not None:  # within bounds that leave sums 32 bits; queries before a sequence's first token at 0
+    if first is not None:  # within bounds that leave sums 32 bits; what is before a sequence counts as at 0
         begin, i = recorder.load(first, (indices[0],)).clamp(1 - LENGTH, LENGTH - 1), INDICES.index("i")
         indices[i] = (indices[i] + begin).clamp(0)
     mask = score = None

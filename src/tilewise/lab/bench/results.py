@@ -107,7 +107,7 @@ def _commit() -> str | None:
 
 def kernels_digest(device: str) -> str:
     """Of what decides results and speed of calls on "cpu" or "cuda": what another gave is out of date."""
-    return _digest("core", "dispatch", "autograd", "cache", "gpu" if device == "cuda" else "cpu")
+    return _digest("core", "dispatch", "autograd", "cache", "tiled", "gpu" if device == "cuda" else "cpu")
 
 
 def _digest(*folders: str) -> str:

@@ -101,7 +101,9 @@ def claim(
     """Put a function that measures a claim on the list."""
 
     def register(measure: Measure) -> Measure:
-        CLAIMS[name] = Claim(name, says, source, claimed, unit, kind, measure, needs_gpu, is_training, is_counted, why)
+        CLAIMS[name] = Claim(
+            name, says, source, claimed, unit, kind, measure, needs_gpu, is_training, is_counted, why
+        )
         return measure
 
     return register

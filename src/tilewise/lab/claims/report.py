@@ -1,8 +1,10 @@
-"""What was measured, as a Markdown table."""
+"""What was measured, as rows of tables."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from importlib import resources
 from typing import Any
 
 from tilewise.lab.bench import results
@@ -11,6 +13,13 @@ from tilewise.lab.claims import run
 from tilewise.lab.claims.claim import CLAIMS, Claim, Setting
 
 HEADER = ["claim", "of", "claimed", "measured", "ratio", "holds", "on what, and why not"]
+
+
+def committed() -> list[dict[str, Any]]:
+    """What was measured and is kept beside this file, GPUs first."""
+    folder = resources.files("tilewise.lab.claims") / "results"
+    found = [json.loads(path.read_text(encoding="utf-8")) for path in folder.iterdir()]
+    return sorted(found, key=lambda f: (f["device"]["type"] == "cpu", f["device"]["name"], f["date"]))
 
 
 def figure(value: float, unit: str) -> str:
@@ -37,18 +46,25 @@ def line(claim: Claim, row: dict[str, Any]) -> list[str]:
     return [claim.says, claim.source, claimed, measured, ratio, "yes" if holds else "**no**", said]
 
 
-def tables(files: Sequence[dict[str, Any]]) -> str:
-    """What is counted, measured now; then a section for each file: where and when, and if kernels have changed."""
+def sections(files: Sequence[dict[str, Any]]) -> list[tuple[str, list[list[str]]]]:
+    """Titles and rows: what is counted, measured now; then of each file, and if kernels have changed."""
     counted = [claim for claim in CLAIMS.values() if claim.is_counted]
     rows = [line(claim, run.measured(claim, Setting("cpu"))) for claim in counted]
-    parts = ["\n".join(["### Counted: the same on any machine", "", *markdown(HEADER, rows)])]
+    parts = [("Counted: the same on any machine", rows)]
     for found in files:
         timed = [c for name, c in CLAIMS.items() if name in found["rows"] and not c.is_counted]
         rows = [line(claim, found["rows"][claim.name]) for claim in timed]
         device, threads = found["device"], found["threads"]
         where = device["name"] + (f", {threads} threads" if device["type"] == "cpu" else "")
-        title = f"### {where}, {found['date'][:10]}, torch {found['versions']['torch']}"
+        title = f"{where}, {found['date'][:10]}, torch {found['versions']['torch']}"
         if found.get("kernels_sha256") != results.kernels_digest(device["type"]):
-            title += ", **with older kernels**"
-        parts.append("\n".join([title, "", *markdown(HEADER, rows)]))
-    return "\n\n".join(parts)
+            title += ", with older kernels"
+        parts.append((title, rows))
+    return parts
+
+
+def tables(files: Sequence[dict[str, Any]]) -> str:
+    """The sections in Markdown."""
+    return "\n\n".join(
+        "\n".join([f"### {title}", "", *markdown(HEADER, rows)]) for title, rows in sections(files)
+    )

@@ -1,15 +1,18 @@
 """`tilewise learn`: one HTML file that explains attention with numbers of the code that runs.
 
 The page's parts lie in `page/` as HTML, CSS and JavaScript modules; everything they show comes from `trace`,
-`io_model`, `machines`, `kv_memory`, `pipeline` and `eight_bits`, or is computed in the page by their steps.
+`io_model`, `machines`, `kv_memory`, `pipeline`, `eight_bits` and `claims`, or is computed in the page by
+their steps.
 """
 
 from __future__ import annotations
 
+import html
 import itertools
 import json
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from importlib import resources
 from typing import Any
@@ -19,6 +22,7 @@ from torch import Tensor
 from tilewise import __version__
 from tilewise.core.fp8 import hadamard
 from tilewise.gpu.hopper.common.arguments import WARPGROUP_ROWS
+from tilewise.lab.claims import report
 from tilewise.lab.learn import eight_bits, io_model, kv_memory, trace as tracing
 from tilewise.lab.learn.examples import EXAMPLES, Example, random_example
 from tilewise.lab.learn.io_model import Cost, Shape
@@ -60,11 +64,30 @@ def build() -> str:
         "STYLE": _part("style.css"),
         "DATA": json.dumps(page_data(), separators=(",", ":")).replace("<", "\\u003c"),
         "SCRIPT": script(),
+        "CLAIMS": _claims(),
     }
-    html = _part("page.html")
+    page = _part("page.html")
     for name, text in parts.items():
-        html = html.replace(f"/*{name}*/", text, 1)
-    return html
+        page = page.replace(f"/*{name}*/", text, 1)
+    return page
+
+
+def _claims() -> str:
+    """Tables of `tilewise claims`, from the results that come with the package."""
+
+    def row(cells: Sequence[str], tag: str) -> str:
+        texts = (html.escape(cell.replace("**", "").replace("`", "")) for cell in cells)
+        return f"<tr>{''.join(f'<{tag}>{text}</{tag}>' for text in texts)}</tr>"
+
+    tables = []
+    for title, rows in report.sections(report.committed()):
+        body = "".join(row(cells, "td") for cells in rows)
+        head, label = row(report.HEADER, "th"), html.escape(title)
+        tables.append(
+            f'<h3>{label}</h3>\n<div class="scroll" tabindex="0" role="region" aria-label="{label}">'
+            f'<table class="facts claims"><thead>{head}</thead><tbody>{body}</tbody></table></div>'
+        )
+    return "\n".join(tables)
 
 
 def script() -> str:

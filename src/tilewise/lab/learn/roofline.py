@@ -146,9 +146,11 @@ class Point:
 
     case: str
     peer: str
-    device: str
+    device: Device
     prediction: Prediction
     seconds: float
+    flops: int
+    bytes: int  # that memory moves at least
 
     @property
     def share(self) -> float:
@@ -180,7 +182,8 @@ def points(found: Results) -> list[Point]:
             taken = seconds(record, peer)
             if taken is not None:
                 prediction = least(case, machine, device, peer)
-                made.append(Point(record["name"], peer, device.name, prediction, taken))
+                moved = least_bytes(case, peer.endswith(QUANTIZED))
+                made.append(Point(record["name"], peer, device, prediction, taken, case.flops(), moved))
     return made
 
 
@@ -223,7 +226,7 @@ def measured_over_predicted(points: Sequence[Point], path: Path) -> None:
     """
     if not points:
         raise BenchError("no measured case to plot")
-    title = f"Predicted against measured\n{', '.join(dict.fromkeys(p.device for p in points))}"
+    title = f"Predicted against measured\n{', '.join(dict.fromkeys(p.device.name for p in points))}"
     with _axes(path, title, "predicted at least (ms)", "measured (ms)") as axes:
         for peer, colour in colours(list(dict.fromkeys(p.peer for p in points))).items():
             for bound, marker in MARKERS.items():
@@ -238,6 +241,30 @@ def measured_over_predicted(points: Sequence[Point], path: Path) -> None:
         for share, style in ((1.0, "-"), (0.5, "--"), (0.1, ":")):
             label = "the bound" if share == 1 else f"{share:.0%} of it"
             axes.plot(span, [x / share for x in span], style, color=GREY, linewidth=1, label=label)
+
+
+def measured_under_the_roof(kernels: Mapping[str, Sequence[Point]], path: Path) -> None:
+    """FLOP/s over FLOPs for each byte that memory moves at least: the roof, and each case of each kernel.
+
+    Args:
+        kernels: by the name in the legend; all of one device.
+
+    Raises:
+        BenchError: there are no points, or the file cannot be written.
+    """
+    points = [point for group in kernels.values() for point in group]
+    if not points:
+        raise BenchError("no measured case to plot")
+    device = points[0].device
+    intensities = [point.flops / point.bytes for point in points]
+    span = [min(*intensities, device.balance) / 2, max(*intensities, device.balance) * 2]
+    title = f"{device.name}: measured, and the roof for 16 bits"
+    with _axes(path, title, "FLOPs for each byte of main memory", "FLOP/s") as axes:
+        corners = [span[0], device.balance, span[1]]
+        axes.plot(corners, [attainable(x, device) for x in corners], color=GREY, label="the roof")
+        for name, group in kernels.items():
+            xs, ys = [p.flops / p.bytes for p in group], [p.flops / p.seconds for p in group]
+            axes.scatter(xs, ys, s=26, alpha=0.75, linewidths=0, label=name)
 
 
 def under_the_roof(costs: Sequence[Cost], machine: Machine, path: Path) -> None:
@@ -273,6 +300,6 @@ def _axes(path: Path, title: str, xlabel: str, ylabel: str) -> Iterator[Any]:
         yield axes
         axes.legend(fontsize=8, frameon=False)
         figure.tight_layout()
-        figure.savefig(path, dpi=130)
+        figure.savefig(path, dpi=130, metadata={"Date": None} if path.suffix == ".svg" else None)
     except (OSError, ValueError) as error:
         raise BenchError(f"--plot {path}: {error}") from error

@@ -171,22 +171,29 @@ class Training:
 
     def run(self, every: int = 100, report: Callable[[Progress], Any] = lambda progress: None) -> Progress:
         """All steps that are left, then the accuracy. `every`: steps between checkpoints, and reports."""
-        settings, losses = self.settings, []
+        settings = self.settings
+        losses: list[Tensor] = []
         self.start = self._now()
         for batch in self._batches(TRAIN, self.progress.steps, settings.steps):
-            if self._time_used(self.progress.seconds) >= 1:
+            if self._time_used(self.progress.seconds + time.perf_counter() - self.start) >= 1:
                 break
             losses.append(self.step(batch))
             done = self.progress.steps + len(losses)
             if done % every == 0 or done == settings.steps:
-                self.progress.losses += torch.stack(losses).tolist()
-                losses.clear()
-                self.progress.seconds += self._now() - self.start
-                self._save()
-                report(self.progress)
-                self.start = self._now()
+                self._keep(losses, report)
+        if losses:
+            self._keep(losses, report)
         self.progress.accuracy = self._accuracy()
         return self.progress
+
+    def _keep(self, losses: list[Tensor], report: Callable[[Progress], Any]) -> None:
+        """A checkpoint after these steps, which are then forgotten."""
+        self.progress.losses += torch.stack(losses).tolist()
+        losses.clear()
+        self.progress.seconds += self._now() - self.start
+        self._save()
+        report(self.progress)
+        self.start = self._now()
 
     def _rate(self, step: int) -> float:
         """Linear to the top, then a cosine down to a tenth."""
