@@ -74,7 +74,7 @@ def _right(
     wrong = [(value, said) for value, said in pairs if round(value, digits) != said]
     apart = max(abs(value - said) for value, said in pairs)
     listed = ", ".join(f"{value:.{digits + 2}f} for {said:.{digits}f}" for value, said in wrong)
-    note = f"largest difference {apart:.1g}" + (f": {listed}" if wrong else "")
+    note = f"largest difference {apart:.2g}" + (f": {listed}" if wrong else "")
     return Measured(len(pairs) - len(wrong), TRACED, note)
 
 
