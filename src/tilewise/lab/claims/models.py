@@ -14,7 +14,7 @@ from tilewise.lab.bench.errors import BenchError
 from tilewise.lab.claims.claim import FA1, TUTORIAL, Curves, Measured, Setting, claim
 from tilewise.lab.demo.text import sample, standard_library
 
-STEPS = 8
+STEPS = 5
 EAGER, SDPA, OURS = "eager", "sdpa", "tilewise"
 GPT2 = {"small": (12, 768, 12), "medium": (24, 1024, 16)}  # layers, width, heads
 BYTES, GPT2_WORDS, BERT_WORDS = (

@@ -22,15 +22,15 @@ def committed() -> list[dict[str, Any]]:
     return sorted(found, key=lambda f: (f["device"]["type"] == "cpu", f["device"]["name"], f["date"]))
 
 
-def figure(value: float, unit: str) -> str:
-    """A value with four digits and its unit.
+def figure(value: float, unit: str, digits: int = 4) -> str:
+    """A value with so many digits and its unit.
 
     Example:
         >>> figure(7.634, "×"), figure(34.36, "GB"), figure(65536, "tokens")
         ('7.634×', '34.36 GB', '65,536 tokens')
     """
-    digits = f"{value:,.0f}" if abs(value) >= 100 else f"{value:.4g}"
-    return f"{digits}{unit if unit.startswith(('×', '%')) else ' ' + unit}".strip()
+    text = f"{value:,.0f}" if abs(value) >= 100 else f"{value:.{digits}g}"
+    return f"{text}{unit if unit.startswith(('×', '%')) else ' ' + unit}".strip()
 
 
 def line(claim: Claim, row: dict[str, Any]) -> list[str]:
@@ -43,6 +43,8 @@ def line(claim: Claim, row: dict[str, Any]) -> list[str]:
     if not holds:
         said += f". {claim.why}"
     measured = figure(row["value"], claim.unit)
+    if not holds and measured == claimed:  # they differ in later digits
+        measured = figure(row["value"], claim.unit, 6)
     return [claim.says, claim.source, claimed, measured, ratio, "yes" if holds else "**no**", said]
 
 
