@@ -13,6 +13,7 @@ from tilewise.lab.claims import run
 from tilewise.lab.claims.claim import CLAIMS, Claim, Setting
 
 HEADER = ["claim", "of", "claimed", "measured", "ratio", "holds", "on what, and why not"]
+ALIGNED = "|---|---|---:|---:|---:|---|---|"
 
 
 def committed() -> list[dict[str, Any]]:
@@ -35,7 +36,7 @@ def figure(value: float, unit: str, digits: int = 4) -> str:
 
 def line(claim: Claim, row: dict[str, Any]) -> list[str]:
     """The cells of one claim."""
-    claimed = figure(claim.claimed, claim.unit)
+    claimed = figure(claim.claimed, claim.unit, 6)
     if "refused" in row:
         return [claim.says, claim.source, claimed, "–", "–", "–", row["refused"]]
     holds, ratio = claim.holds(row["value"]), f"{row['value'] / claim.claimed:.2f}"
@@ -67,6 +68,8 @@ def sections(files: Sequence[dict[str, Any]]) -> list[tuple[str, list[list[str]]
 
 def tables(files: Sequence[dict[str, Any]]) -> str:
     """The sections in Markdown."""
-    return "\n\n".join(
-        "\n".join([f"### {title}", "", *markdown(HEADER, rows)]) for title, rows in sections(files)
-    )
+    parts = []
+    for title, rows in sections(files):
+        header, _, *body = markdown(HEADER, rows)
+        parts.append("\n".join([f"### {title}", "", header, ALIGNED, *body]))
+    return "\n\n".join(parts)
