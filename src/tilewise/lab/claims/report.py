@@ -43,9 +43,7 @@ def line(claim: Claim, row: dict[str, Any]) -> list[str]:
     said = "; ".join(part for part in (row["what"], row["note"]) if part)
     if not holds:
         said += f". {claim.why}"
-    measured = figure(row["value"], claim.unit)
-    if not holds and measured == claimed:  # they differ in later digits
-        measured = figure(row["value"], claim.unit, 6)
+    measured = figure(row["value"], claim.unit, 6 if claim.kind == "equal" else 4)
     return [claim.says, claim.source, claimed, measured, ratio, "yes" if holds else "**no**", said]
 
 
