@@ -44,8 +44,8 @@ def queries_outside(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """FlashAttention-2's order: each tile of queries meets all keys; O is divided once, at the end."""
     found, scale = [], q.shape[-1] ** -0.5
     for queries in q.split(BLOCK, 1):
-        o: Tensor | float = 0.0
-        m, l = queries.new_full((*queries.shape[:2], 1), float("-inf")), 0.0
+        o = torch.zeros_like(queries)
+        m, l = (queries.new_full((*queries.shape[:2], 1), start) for start in (float("-inf"), 0.0))
         for keys, values in zip(k.split(BLOCK, 1), v.split(BLOCK, 1)):
             s = queries @ keys.mT * scale
             m_new = torch.maximum(m, s.amax(-1, keepdim=True))
