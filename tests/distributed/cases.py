@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import random
 import shutil
 import tempfile
@@ -12,6 +13,7 @@ from datetime import timedelta
 from unittest import mock
 
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from tilewise import attention, attention_varlen, reference
 from tilewise.distributed import (
@@ -244,6 +246,19 @@ def first_call_in_inference_mode(group):
     q = q.clone().requires_grad_()
     context_parallel_attention(q, q, q, group=group, causal=True).sum().backward()
     assert q.grad is not None
+
+
+def first_call_in_a_checkpoint(group):
+    """Its forward measures, which the one computed again does not: what is saved must be the same."""
+    q = torch.randn(1, 8, 2, 8)
+    grads = []
+    for wrapped in (functools.partial(checkpoint, use_reentrant=False), lambda f, x: f(x)):
+        leaf = q.clone().requires_grad_()
+        with mock.patch.dict(network._measured, clear=True):
+            call = lambda x: context_parallel_attention(x, x, x, group=group, causal=True)  # noqa: E731
+            wrapped(call, leaf).sum().backward()
+        grads.append(leaf.grad)
+    torch.testing.assert_close(*grads)
 
 
 def order(group, method):

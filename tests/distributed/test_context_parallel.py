@@ -164,6 +164,10 @@ def test_a_first_call_in_inference_mode(pool):
     pool.run(2, CASES, "first_call_in_inference_mode")
 
 
+def test_a_first_call_in_a_checkpoint(pool):
+    pool.run(2, CASES, "first_call_in_a_checkpoint")
+
+
 @pytest.mark.sample(4)
 @pytest.mark.parametrize("seed", range(50))
 def test_random_problems(pool, seed):
