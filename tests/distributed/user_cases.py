@@ -92,6 +92,36 @@ def inside_context(group, seed, face, balance, cu_seqlens):
         close(unshard(g, seqlen=n, **where), lead(getattr(gradients, name)), f"d{name}")
 
 
+def scores_in_context(group, face, kind):
+    """A mask or a bias, by rows or of one row: this rank's rows, columns of the whole sequence."""
+    torch.manual_seed(1)
+    n, heads = 23, 4
+    q, k, v, dout = (torch.randn(2, n, h, 8, dtype=torch.float64) for h in (heads, 2, 2, heads))
+    mask = torch.rand(2, 1, n if "rows" in kind else 1, n) < 0.7
+    mask[..., 0] = True
+    scores = mask if "mask" in kind else torch.randn(2, heads, *mask.shape[2:], dtype=torch.float64)
+    name = "mask" if "mask" in kind else "bias"
+    exact = reference.attention(q, k, v, **{name: scores})[0]
+    wanted = reference.attention_backward(dout, q, k, v, **{name: scores})
+    where = {"group": group, "balance": "zigzag"}
+    buffers, dims = [q, k, v, dout], [1] * 4
+    if "rows" in kind:
+        buffers, dims = [*buffers, scores], [*dims, 2]
+    with context_parallel(buffers=buffers, buffer_seq_dims=dims, **where):
+        leaves = [t.clone().requires_grad_() for t in (q, k, v)]
+        if face == "sdpa":
+            swapped = [t.transpose(1, 2) for t in leaves]
+            out = torch.nn.functional.scaled_dot_product_attention(
+                *swapped, attn_mask=scores.clone(), enable_gqa=True
+            ).transpose(1, 2)
+        else:
+            out = attention(*leaves, **{name: scores.clone()})
+        grads = torch.autograd.grad(out, leaves, dout.clone())
+    close(unshard(out.detach(), seqlen=n, **where), exact, "out")
+    for g, of in zip(grads, ("query", "key", "value")):
+        close(unshard(g, seqlen=n, **where), getattr(wanted, of), f"d{of}")
+
+
 def refused_in_context(group, change):
     x = torch.ones(1, 5, 2, 8)
     ends, unequal = torch.tensor([0, 2, 5]), lambda b, h, q, k: q != k
@@ -176,7 +206,8 @@ def transformers_model(group, implementation):
 
     register()
     torch.manual_seed(0)
-    window = 5 if implementation == "tilewise" else None
+    window = {"tilewise": 5, "wide": 14}.get(implementation)
+    implementation = "sdpa" if implementation == "sdpa" else "tilewise"
     config = MistralConfig(
         vocab_size=11, hidden_size=16, intermediate_size=8, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, sliding_window=window, attn_implementation=implementation,
@@ -192,6 +223,41 @@ def transformers_model(group, implementation):
         logits = model(input_ids=tokens, position_ids=places, use_cache=False).logits
         grads = torch.autograd.grad(logits.square().sum(), list(model.parameters()))
     close(unshard(logits.detach(), seqlen=n, **where), exact.detach(), "logits")
+    for (name, _), g, w in zip(model.named_parameters(), grads, wanted):
+        torch.distributed.all_reduce(g, group=group)
+        close(g, w, name)
+
+
+def padded_model(group, n, causal):
+    """Padding at either end: a rank without any, one of nothing else, shards of one token."""
+    from transformers import BertConfig, BertModel, MistralConfig, MistralModel
+
+    from tilewise.integrations.transformers import register
+
+    register()
+    torch.manual_seed(0)
+    sizes = {
+        "vocab_size": 11, "hidden_size": 16, "intermediate_size": 8, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "attn_implementation": "tilewise",
+    }  # fmt: skip
+    if causal:
+        model = MistralModel(MistralConfig(**sizes, num_key_value_heads=2, sliding_window=7)).double()
+    else:
+        model = BertModel(BertConfig(**sizes), add_pooling_layer=False).double().eval()
+    tokens, mask = torch.randint(11, (2, n)), torch.ones(2, n, dtype=torch.int64)
+    mask[0, : n // 3], mask[1, n - n // 3 :] = 0, 0
+    places = torch.arange(n).expand(2, -1).clone()
+    real = mask[..., None].double()
+    exact = model(input_ids=tokens, attention_mask=mask, position_ids=places).last_hidden_state * real
+    wanted = torch.autograd.grad(exact.square().sum(), list(model.parameters()))
+    where = {"group": group, "balance": "contiguous"}
+    buffers = [tokens, mask, places, real]
+    options = {"use_cache": False} if causal else {}
+    with context_parallel(buffers=buffers, buffer_seq_dims=[1] * 4, **where):
+        out = model(input_ids=tokens, attention_mask=mask, position_ids=places, **options).last_hidden_state
+        out = out * real.clone()
+        grads = torch.autograd.grad(out.square().sum(), list(model.parameters()))
+    close(unshard(out.detach(), seqlen=n, **where), exact.detach(), "out")
     for (name, _), g, w in zip(model.named_parameters(), grads, wanted):
         torch.distributed.all_reduce(g, group=group)
         close(g, w, name)

@@ -29,7 +29,7 @@ from tilewise.dispatch import choice, plans
 from tilewise.dispatch.plans import Entry
 
 LSE, NO_LSE = Request(), Request(lse=False)
-_server: Callable[..., tuple[Tensor, Any]] | None = None
+_server: Any = None  # a callable, see `served_by`; what is public of it, `context_parallel` has
 
 
 class _Thread(threading.local):
@@ -56,6 +56,11 @@ def served_by(server: Callable[..., tuple[Tensor, Any]]) -> Iterator[None]:
 def is_served() -> bool:
     """Whether a server answers calls of this thread."""
     return _server is not None and not _thread.is_serving
+
+
+def all_columns(mask: Tensor) -> Tensor:
+    """What a mask of the keys of this rank says, of the keys of all ranks if a server answers."""
+    return _server.all_columns(mask) if is_served() else mask
 
 
 def _served(*call: Any) -> tuple[Tensor, Any]:

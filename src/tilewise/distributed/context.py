@@ -16,7 +16,7 @@ from tilewise.core.checks import check_tensors, shown
 from tilewise.core.problem import Inputs, Options
 from tilewise.core.signature import Request
 from tilewise.distributed.attention import Call, Where, attend
-from tilewise.distributed.layout import Layout, check_dim, layout_of, shard
+from tilewise.distributed.layout import Layout, check_dim, layout_of, shard, unshard
 from tilewise.distributed.ranks import Ranks, ranks_of
 from tilewise.faces.sdpa import scaled_dot_product_attention
 
@@ -142,11 +142,10 @@ class _Calls:
             **dict(zip(("query", "key", "value"), tensors)), cu_seqlens_q=None, cu_seqlens_k=None
         )
         options = options._replace(max_seqlen_q=None, max_seqlen_k=None)
-        seqlen = None if self.layout is None else self.layout.total
-        offsets = self.layout.starts if self.layout is not None and self.is_packed else None
+        seqlen = self._seqlen
 
         def describe() -> Call:
-            tokens = layout_of(self.ranks, self.balance, seqlen, offsets, inputs.query.shape[1])
+            tokens = layout_of(self.ranks, self.balance, seqlen, self._offsets, inputs.query.shape[1])
             return Call(inputs, options, tokens)
 
         where = Where(self.ranks, self.method, self.balance, seqlen, self.is_packed, backend=backend)
@@ -155,6 +154,19 @@ class _Calls:
         if rows is not None:
             out, lse = out.flatten(0, 1), lse.transpose(0, 1).flatten(1)
         return out, lse if request.lse else None
+
+    def all_columns(self, mask: Tensor) -> Tensor:
+        """A mask (..., tokens of the rank) for all keys. All ranks take part."""
+        where = {"group": self.ranks.group, "balance": self.balance, "cu_seqlens": self._offsets}
+        return unshard(mask, dim=-1, seqlen=self._seqlen, **where)
+
+    @property
+    def _seqlen(self) -> int | None:
+        return None if self.layout is None else self.layout.total
+
+    @property
+    def _offsets(self) -> tuple[int, ...] | None:
+        return self.layout.starts if self.layout is not None and self.is_packed else None
 
     def _refuse(self, inputs: Inputs, options: Options) -> None:
         found = [name for name in _UNSERVED if getattr(inputs, name) is not None]
