@@ -126,6 +126,8 @@ def attention(
         >>> attention(q, k, v, causal=True)[0, :, 0, 0]
         tensor([1.0000, 1.5000, 2.0000])
     """
+    if functions.is_unheard():
+        return functions.heard(attention, locals())
     if unknown:
         check_known(attention, unknown)
     bounds = NO_WINDOW if window is None else window_bounds(window)

@@ -28,7 +28,6 @@ from tilewise.distributed import (
     unshard,
     wire,
 )
-from tilewise.distributed.faults import Disagreement
 from tilewise.distributed.ranks import Ranks, ranks_of
 from tilewise.testing import compare
 
@@ -381,10 +380,12 @@ def disagree(group, change):
         q = q.requires_grad_() if change == "requires_grad" else q
         options = {"causal": False} if change == "option" else options
         options |= {"window": (-1, 0)} if change == "error" else {}
+        q = q[0, 0] if change == "dimensions" else q
+        options |= {"mask_mod": lambda b, h, i, j: (i > j) & [][0]} if change == "function" else {}
     options |= {"backend": "hopper"} if change == "backend" else {}
     try:
         context_parallel_attention(q, q, q, group=group, **options)
-    except (Disagreement, ValueError, NotImplementedError) as error:
+    except (ValueError, TypeError, NotImplementedError, LookupError) as error:
         return str(error)
     return None
 

@@ -34,6 +34,26 @@ def test_what_is_not_served_raises(pool, change):
         assert message is not None and REFUSED[change] in message
 
 
+REFUSED_BY_ONE = {
+    "window": "window", "statistics": "return_aux", "name": "casual", "mask": "mask.shape", "dimensions": "",
+    "documents": "cu_seqlens", "dropout": "dropout_p", "dtensor": "DTensors",
+}  # fmt: skip
+CONTEXTS = {
+    "balance": "balance",
+    "other balance": "balance must",
+    "seqlen": "seqlen",
+    "buffers": "buffer_seq",
+}
+
+
+@pytest.mark.parametrize("change", [*REFUSED_BY_ONE, *CONTEXTS])
+def test_what_one_rank_refuses_raises_on_all(pool, change):
+    for rank, found in enumerate(pool.run(2, CASES, "refused_on_a_rank", change)):
+        assert len(found) == 1 + (change in REFUSED_BY_ONE)
+        for message in found:
+            assert (REFUSED_BY_ONE | CONTEXTS)[change] in message and (rank == 1 or "rank 1" in message)
+
+
 @pytest.mark.parametrize("method, cu_seqlens", [("ring", [0, 37]), ("ulysses", [0, 37]), ("auto", DOCUMENTS)])
 def test_functions_of_a_call(pool, method, cu_seqlens):
     pool.run(2, CASES, "functions_in_context", method, cu_seqlens)

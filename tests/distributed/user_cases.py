@@ -139,6 +139,52 @@ def refused_in_context(group, change):
     return None
 
 
+def refused_on_a_rank(group, change):
+    """What each rank is told where the last refuses a call, or the context; the next call is served."""
+    is_last, x = torch.distributed.get_rank(group) == 1, torch.ones(1, 5, 2, 8)
+    ends, sdpa = torch.tensor([0, 2, 5]), "scaled_dot_product_attention"
+    calls = {
+        "window": lambda: attention(x, x, x, window=(-7, 2) if is_last else (7, 2)),
+        "statistics": lambda: attention(x, x, x, return_aux=Aux(entropy=True) if is_last else None),
+        "name": lambda: attention(x, x, x, **{"casual" if is_last else "causal": True}),
+        "mask": lambda: attention(x, x, x, mask=torch.ones(1, 1, 1, 7 if is_last else 10).bool()),
+        "dimensions": lambda: attention(*[x[0, 0] if is_last else x] * 3),
+        "documents": lambda: attention_varlen(x[0], x[0], x[0], *[ends if is_last else ends[::2]] * 2),
+        "dropout": lambda: getattr(torch.nn.functional, sdpa)(
+            *[x.transpose(1, 2)] * 3, dropout_p=2.0 if is_last else 0.0
+        ),
+        "dtensor": lambda: attention(*[_on_one_mesh(x) if is_last else x] * 3),
+    }
+    contexts = {
+        "balance": lambda: {"balance": "even" if is_last else "zigzag"},
+        "other balance": lambda: {"balance": "contiguous" if is_last else "zigzag"},
+        "seqlen": lambda: {"seqlen": -1 if is_last else 10},
+        "buffers": lambda: {"buffers": [torch.ones(1, 10)], "buffer_seq_dims": [9 if is_last else 1]},
+    }
+    found = []
+    try:
+        with context_parallel(group=group, **({"seqlen": 10} | contexts.get(change, dict)())):
+            calls[change]()
+    except Exception as error:
+        found.append(str(error))
+    with context_parallel(group=group, seqlen=10):
+        if change in calls:
+            try:
+                calls[change]()
+            except Exception as error:
+                found.append(str(error))
+        assert attention(x, x, x).shape == x.shape
+    return found
+
+
+def _on_one_mesh(x):
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor, Shard
+
+    mesh = DeviceMesh.from_group(torch.distributed.new_group([1], use_local_synchronization=True), "cpu")
+    return DTensor.from_local(x, mesh, [Shard(1)])
+
+
 def functions_in_context(group, method, cu_seqlens):
     """Functions of a call that knows of no ranks, with learned slopes; documents are told to the context."""
     torch.manual_seed(8)

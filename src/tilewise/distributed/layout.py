@@ -320,12 +320,31 @@ def is_dtensor(t: Any) -> bool:
 Wrap = Callable[[Tensor, Tensor | None], tuple[Tensor, Tensor | None]]
 
 
-def shards_of(query: Any, key: Any, value: Any, layout: str) -> tuple[Tensor, Tensor, Tensor, Any, int, Wrap]:
+def group_of(query: Any, layout: str) -> Any:
+    """The ranks that share the sequence of a DTensor, of its mesh."""
+    mesh, names = query.device_mesh, DIMENSIONS.get(layout, "bshd")
+    if mesh.ndim == 1:
+        return mesh.get_group()
+    return mesh.get_group(_sharded(query, names).index("s"))
+
+
+def _sharded(query: Any, names: str) -> list[str]:
+    """What each dimension of the mesh shards: a letter of names, or ""."""
+    shards = [names[p.dim % query.ndim] if p.is_shard() else "" for p in query.placements]
+    if shards.count("s") != 1 or "d" in shards or any(p.is_partial() for p in query.placements):
+        raise ValueError(
+            f"query.placements={tuple(query.placements)} must shard the sequence, dimension "
+            f"{names.index('s')}, along one dimension of the mesh, and along others batch, heads or nothing"
+        )
+    return shards
+
+
+def shards_of(query: Any, key: Any, value: Any, layout: str) -> tuple[Tensor, Tensor, Tensor, int, Wrap]:
     """What a call takes instead of DTensors that lie on one mesh alike. `layout` may be "packed".
 
     Returns:
-        The shards of query, key and value, the group that shares the sequence, its length, and what makes
-        DTensors of out and lse.
+        The shards of query, key and value, the length of the sequence, and what makes DTensors of out
+        and lse.
 
     Raises:
         ValueError, TypeError: they are not all DTensors, are placed differently, or no mesh dimension shards
@@ -340,14 +359,7 @@ def shards_of(query: Any, key: Any, value: Any, layout: str) -> tuple[Tensor, Te
                 f"{name}.placements={t.placements} must be those of query, {placements}, on its mesh"
             )
     names = DIMENSIONS[layout]
-    shards = [names[p.dim % query.ndim] if p.is_shard() else "" for p in placements]
-    partial = any(p.is_partial() for p in placements)
-    if shards.count("s") != 1 or partial or "d" in shards:
-        raise ValueError(
-            f"query.placements={placements} must shard the sequence, dimension {names.index('s')}, along one "
-            "dimension of the mesh, and along others batch, heads or nothing"
-        )
-    group = mesh.get_group(shards.index("s"))
+    shards = _sharded(query, names)
 
     def placed(t: Tensor, names: str) -> Tensor:
         from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -359,4 +371,4 @@ def shards_of(query: Any, key: Any, value: Any, layout: str) -> tuple[Tensor, Te
         return placed(out, names), None if lse is None else placed(lse, LSE[layout])
 
     seqlen = query.shape[names.index("s")]
-    return query.to_local(), key.to_local(), value.to_local(), group, seqlen, wrap
+    return query.to_local(), key.to_local(), value.to_local(), seqlen, wrap

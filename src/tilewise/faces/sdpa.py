@@ -110,8 +110,10 @@ def scaled_dot_product_attention(
             out = out[0, 0] if is_one_head else out.reshape(*leading, *out.shape[1:])
         return out
     except ValueError as error:
+        functions.refuse(error)
         raise SDPAValueError(*error.args).with_traceback(error.__traceback__) from None
     except TypeError as error:
+        functions.refuse(error)
         raise SDPATypeError(*error.args).with_traceback(error.__traceback__) from None
 
 

@@ -277,8 +277,8 @@ def _with_padding(pattern: Pattern, attention_mask: Tensor, kv_offset: int) -> P
     if functions.is_served():
         if attention_mask.shape[1] != pattern.seqlen_k:
             raise ValueError(
-                f"attention_mask.shape={tuple(attention_mask.shape)} must have the {pattern.seqlen_k} tokens of "
-                "this rank inside of context_parallel: give it as one of its buffers"
+                f"attention_mask.shape={tuple(attention_mask.shape)} must have the {pattern.seqlen_k} tokens "
+                "of this rank inside of context_parallel: give it as one of its buffers"
             )
         return dataclasses.replace(pattern, padding=attention_mask.bool())
     missing = kv_offset + pattern.seqlen_k - attention_mask.shape[1]  # a static cache is longer
