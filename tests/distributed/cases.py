@@ -343,6 +343,25 @@ def round_trip(group, n, balance, cu_seqlens):
     return own.shape[1]
 
 
+def shards_that_differ(group, change):
+    """What each rank is told by `unshard` where the last calls it differently; the next call is served."""
+    is_last = torch.distributed.get_rank(group) == torch.distributed.get_world_size(group) - 1
+    x, options = torch.ones(1, 4, 2), {}
+    if is_last and change in ("balance", "dim"):
+        options = {"balance": "contiguous"} if change == "balance" else {"dim": 5}
+    elif is_last and change in ("heads", "dtype", "length", "kind"):
+        changed = {"heads": torch.ones(1, 4, 3), "dtype": x.double(), "length": x[:, :1], "kind": None}
+        x = changed[change]
+    elif change in ("seqlen", "documents"):
+        options = {"seqlen": 9 if is_last else 8}
+        options = {"cu_seqlens": [0, 3 + is_last, 8]} if change == "documents" else options
+    try:
+        unshard(x, group=group, **options)
+    except (ValueError, TypeError) as error:
+        assert unshard(torch.ones(1, 3), group=group).shape == (1, 6)
+        return str(error)
+
+
 def second_call(group, method, cu_seqlens):
     """A call like one before looks nothing up but what that found; one that differs is checked."""
     n, lead = 32, () if cu_seqlens else (1,)

@@ -198,6 +198,15 @@ def test_ranks_that_disagree_all_raise(pool, change, words):
         assert message is not None and words in message and ("rank 1" in message or rank == 1)
 
 
+CHANGES = ("heads", "dtype", "length", "kind", "balance", "dim", "seqlen", "documents")
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_shards_that_differ_raise_on_all_ranks(pool, change):
+    for message in pool.run(2, CASES, "shards_that_differ", change):
+        assert message is not None and ("must be" in message or "refused" in message)
+
+
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("when", ["before", "within"])
 def test_a_rank_that_stops_leaves_the_others_with_a_timeout(pool, when):
@@ -220,6 +229,11 @@ def test_a_second_call_looks_nothing_up_again(pool, method, cu_seqlens):
 def test_dtensors(pool, layout, packed):
     for message in pool.run(4, USER_CASES, "on_dtensors", layout, packed):
         assert message is not None and "must shard the sequence" in message
+
+
+@pytest.mark.parametrize("layout", ["bshd", "bhsd", "packed"])
+def test_dtensors_of_odd_lengths(pool, layout):
+    pool.run(2, USER_CASES, "on_odd_dtensors", layout)
 
 
 @pytest.mark.sample(1)

@@ -51,6 +51,21 @@ def overflow(group):
         return str(error)
 
 
+def decode_apart(group, change):
+    """The last rank has another cache, or another argument."""
+    is_last, x = torch.distributed.get_rank(group) == 1, torch.ones(1, 1, 2, 8)
+    heads = 1 if change == "heads" and is_last else 2
+    head_dim_v = 16 if change == "head_dim_v" and is_last else 8
+    cache = KVCache(1, 4, heads, 8, head_dim_v=head_dim_v, dtype=torch.float32)
+    value = None if change == "value" and is_last else x
+    sinks = torch.ones(2) if change == "sinks" and is_last else None
+    cache = None if change == "cache" and is_last else cache
+    try:
+        attention_with_split_cache(x, cache, x, value, sinks=sinks, group=group)
+    except Exception as error:
+        return str(error)
+
+
 def inside_context(group, seed, face, balance, cu_seqlens):
     """Code that knows of no ranks, in `context_parallel`: forward and gradients."""
     draw = torch.Generator().manual_seed(seed)
@@ -392,6 +407,35 @@ def on_dtensors(group, layout, packed):
     except ValueError as error:
         return str(error)
     return None
+
+
+def on_odd_dtensors(group, layout):
+    """11 tokens of two ranks, query and value of other sizes: out and lse are of all 11 on both."""
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    mesh = DeviceMesh.from_group(group, "cpu")
+    torch.manual_seed(0)
+    lead = () if layout == "packed" else (2,)
+    whole = [torch.randn(*lead, 11, h, d, dtype=torch.float64) for h, d in ((4, 8), (2, 8), (2, 6), (4, 6))]
+    ends = torch.tensor([0, 4, 11]) if layout == "packed" else None
+    starts = {} if ends is None else {"cu_seqlens_q": ends, "cu_seqlens_k": ends}
+    exact = reference.attention(*whole[:3], causal=True, **starts)
+    wanted = reference.attention_backward(whole[3], *whole[:3], causal=True, **starts)
+    swap = (lambda t: t.transpose(1, 2)) if layout == "bhsd" else (lambda t: t)
+    places = [Shard({"packed": 0, "bshd": 1, "bhsd": 2}[layout])]
+    *leaves, dout = (distribute_tensor(swap(t).contiguous(), mesh, places) for t in whole)
+    leaves = [t.requires_grad_() for t in leaves]
+    form = "bhsd" if layout == "bhsd" else "bshd"
+    out, lse = context_parallel_attention(
+        *leaves, causal=True, layout=form, cu_seqlens=ends, return_lse=True, method="ring"
+    )
+    assert out.shape == swap(exact[0]).shape and lse.shape == exact[1].shape
+    assert out.stride() == swap(torch.empty(exact[0].shape)).stride()
+    close(swap(out.full_tensor()), exact[0], "out")
+    close(lse.full_tensor(), exact[1], "lse")
+    for g, name in zip(torch.autograd.grad(out, leaves, dout), ("query", "key", "value")):
+        close(swap(g.full_tensor()), getattr(wanted, name), f"d{name}")
 
 
 def ring_flash_attn_names(group, name):

@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -233,18 +233,35 @@ def unshard(
         x with all tokens in dimension `dim`.
 
     Raises:
-        ValueError, TypeError: an argument does not fit.
+        ValueError, TypeError: an argument does not fit, or ranks disagree: as `context_parallel_attention`.
 
     Example:
         >>> unshard(shard(torch.arange(6)[None])).tolist()
         [[0, 1, 2, 3, 4, 5]]
     """
-    check_tensors(x=x)
+    from tilewise.distributed.faults import agree  # which imports this file
+
     ranks = ranks_of(group, mesh)
-    check_dim(dim, x.ndim)
-    if seqlen is None and cu_seqlens is None:
-        seqlen = int(gather(torch.tensor(x.shape[dim], device=x.device), ranks).sum())
-    layout = layout_of(ranks, balance, seqlen, cu_seqlens, x.shape[dim])
+    error = layout = None
+    try:
+        check_tensors(x=x)
+        check_dim(dim, x.ndim)
+        if seqlen is not None or cu_seqlens is not None:
+            layout = layout_of(ranks, balance, seqlen, cu_seqlens, x.shape[dim])
+    except Exception as found:
+        error = found
+
+    def facts() -> dict[str, Any]:
+        sizes = list(x.shape)
+        sizes[dim] = -1
+        starts = None if layout is None else layout.starts
+        return {"x but its tokens": f"{x.dtype} {sizes}", "balance": balance, "seqlen or cu_seqlens": starts}
+
+    agree(ranks, facts, error, x.device if isinstance(x, Tensor) else ranks.device)
+    if layout is None:
+        lengths = gather(torch.tensor(x.shape[dim], device=x.device), ranks).tolist()
+        for rank, length in enumerate(lengths):  # all find the same fault
+            layout = layout_of(replace(ranks, rank=rank), balance, sum(lengths), None, length)
     return _Unshard.apply(x.movedim(dim, 0), layout, ranks).movedim(0, dim)  # type: ignore[no-any-return]
 
 
@@ -361,11 +378,17 @@ def shards_of(query: Any, key: Any, value: Any, layout: str) -> tuple[Tensor, Te
     names = DIMENSIONS[layout]
     shards = _sharded(query, names)
 
+    sizes = dict(zip(names, query.shape)) | {"d": value.shape[-1]}
+
     def placed(t: Tensor, names: str) -> Tensor:
         from torch.distributed.tensor import DTensor, Replicate, Shard
 
         found = [Shard(names.index(n)) if n else Replicate() for n in shards]
-        return DTensor.from_local(t, mesh, found, run_check=False)
+        shape = torch.Size([sizes[n] for n in names])  # not the world's size times that of the shard
+        stride, step = [0] * t.ndim, 1
+        for n in sorted(range(t.ndim), key=lambda n: (t.stride(n), -n)):
+            stride[n], step = step, step * shape[n]
+        return DTensor.from_local(t, mesh, found, run_check=False, shape=shape, stride=tuple(stride))
 
     def wrap(out: Tensor, lse: Tensor | None) -> tuple[Tensor, Tensor | None]:
         return placed(out, names), None if lse is None else placed(lse, LSE[layout])
