@@ -126,6 +126,8 @@ def attention(
         >>> attention(q, k, v, causal=True)[0, :, 0, 0]
         tensor([1.0000, 1.5000, 2.0000])
     """
+    if functions.is_unheard():
+        return functions.heard(attention, locals())
     if unknown:
         check_known(attention, unknown)
     bounds = NO_WINDOW if window is None else window_bounds(window)
@@ -347,6 +349,8 @@ def _check_scores(inputs: Inputs, layout: str, mask: Tensor | None, bias: Tensor
     """
     query, key = inputs.query, inputs.key
     check_tensors(query=query, key=key)
+    if functions.is_served():  # columns are those of the whole sequence: the server checks them
+        return
     if query.ndim == key.ndim == 4:
         rows, heads = (2, 1) if layout == "bhsd" else (1, 2)
         full = (query.shape[0], query.shape[heads], query.shape[rows], key.shape[rows])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import random
 import shutil
 import tempfile
@@ -12,6 +13,7 @@ from datetime import timedelta
 from unittest import mock
 
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from tilewise import attention, attention_varlen, reference
 from tilewise.distributed import (
@@ -26,7 +28,6 @@ from tilewise.distributed import (
     unshard,
     wire,
 )
-from tilewise.distributed.faults import Disagreement
 from tilewise.distributed.ranks import Ranks, ranks_of
 from tilewise.testing import compare
 
@@ -246,6 +247,19 @@ def first_call_in_inference_mode(group):
     assert q.grad is not None
 
 
+def first_call_in_a_checkpoint(group):
+    """Its forward measures, which the one computed again does not: what is saved must be the same."""
+    q = torch.randn(1, 8, 2, 8)
+    grads = []
+    for wrapped in (functools.partial(checkpoint, use_reentrant=False), lambda f, x: f(x)):
+        leaf = q.clone().requires_grad_()
+        with mock.patch.dict(network._measured, clear=True):
+            call = lambda x: context_parallel_attention(x, x, x, group=group, causal=True)  # noqa: E731
+            wrapped(call, leaf).sum().backward()
+        grads.append(leaf.grad)
+    torch.testing.assert_close(*grads)
+
+
 def order(group, method):
     """What a rank does in a forward and a backward: messages are given time to begin before work."""
     done = []
@@ -329,6 +343,25 @@ def round_trip(group, n, balance, cu_seqlens):
     return own.shape[1]
 
 
+def shards_that_differ(group, change):
+    """What each rank is told by `unshard` where the last calls it differently; the next call is served."""
+    is_last = torch.distributed.get_rank(group) == torch.distributed.get_world_size(group) - 1
+    x, options = torch.ones(1, 4, 2), {}
+    if is_last and change in ("balance", "dim"):
+        options = {"balance": "contiguous"} if change == "balance" else {"dim": 5}
+    elif is_last and change in ("heads", "dtype", "length", "kind"):
+        changed = {"heads": torch.ones(1, 4, 3), "dtype": x.double(), "length": x[:, :1], "kind": None}
+        x = changed[change]
+    elif change in ("seqlen", "documents"):
+        options = {"seqlen": 9 if is_last else 8}
+        options = {"cu_seqlens": [0, 3 + is_last, 8]} if change == "documents" else options
+    try:
+        unshard(x, group=group, **options)
+    except (ValueError, TypeError) as error:
+        assert unshard(torch.ones(1, 3), group=group).shape == (1, 6)
+        return str(error)
+
+
 def second_call(group, method, cu_seqlens):
     """A call like one before looks nothing up but what that found; one that differs is checked."""
     n, lead = 32, () if cu_seqlens else (1,)
@@ -366,10 +399,12 @@ def disagree(group, change):
         q = q.requires_grad_() if change == "requires_grad" else q
         options = {"causal": False} if change == "option" else options
         options |= {"window": (-1, 0)} if change == "error" else {}
+        q = q[0, 0] if change == "dimensions" else q
+        options |= {"mask_mod": lambda b, h, i, j: (i > j) & [][0]} if change == "function" else {}
     options |= {"backend": "hopper"} if change == "backend" else {}
     try:
         context_parallel_attention(q, q, q, group=group, **options)
-    except (Disagreement, ValueError, NotImplementedError) as error:
+    except (ValueError, TypeError, NotImplementedError, LookupError) as error:
         return str(error)
     return None
 

@@ -17,6 +17,12 @@ def test_calls_are_those_of_the_whole_sequence(pool, face, balance, cu_seqlens):
     pool.run(world, CASES, "inside_context", world, face, balance, cu_seqlens)
 
 
+@pytest.mark.parametrize("face", ["sdpa", "attention"])
+@pytest.mark.parametrize("kind", ["mask", "mask rows", "bias", "bias rows"])
+def test_masks_and_biases_have_columns_of_the_whole_sequence(pool, face, kind):
+    pool.run(2, CASES, "scores_in_context", face, kind)
+
+
 REFUSED = {
     "documents": "cu_seqlens", "function": "packed calls", "statistics": "return_aux",
 }  # fmt: skip
@@ -26,6 +32,26 @@ REFUSED = {
 def test_what_is_not_served_raises(pool, change):
     for message in pool.run(2, CASES, "refused_in_context", change):
         assert message is not None and REFUSED[change] in message
+
+
+REFUSED_BY_ONE = {
+    "window": "window", "statistics": "return_aux", "name": "casual", "mask": "mask.shape", "dimensions": "",
+    "documents": "cu_seqlens", "dropout": "dropout_p", "dtensor": "DTensors",
+}  # fmt: skip
+CONTEXTS = {
+    "balance": "balance",
+    "other balance": "balance must",
+    "seqlen": "seqlen",
+    "buffers": "buffer_seq",
+}
+
+
+@pytest.mark.parametrize("change", [*REFUSED_BY_ONE, *CONTEXTS])
+def test_what_one_rank_refuses_raises_on_all(pool, change):
+    for rank, found in enumerate(pool.run(2, CASES, "refused_on_a_rank", change)):
+        assert len(found) == 1 + (change in REFUSED_BY_ONE)
+        for message in found:
+            assert (REFUSED_BY_ONE | CONTEXTS)[change] in message and (rank == 1 or "rank 1" in message)
 
 
 @pytest.mark.parametrize("method, cu_seqlens", [("ring", [0, 37]), ("ulysses", [0, 37]), ("auto", DOCUMENTS)])
@@ -41,10 +67,16 @@ def test_dropout_is_that_of_one_device(pool):
     pool.run(2, CASES, "dropout_in_context")
 
 
-@pytest.mark.parametrize("implementation", ["tilewise", "sdpa"])
+@pytest.mark.parametrize("implementation", ["tilewise", "wide", "sdpa"])
 def test_a_transformers_model(pool, implementation):
     pytest.importorskip("transformers")
     pool.run(2, CASES, "transformers_model", implementation)
+
+
+@pytest.mark.parametrize("n, causal", [(21, True), (21, False), (3, True), (4, False)])
+def test_a_padded_transformers_model(pool, n, causal):
+    pytest.importorskip("transformers")
+    pool.run(3, CASES, "padded_model", n, causal)
 
 
 def test_the_example_learns_as_one_device_does(pool):

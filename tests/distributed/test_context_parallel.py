@@ -164,6 +164,10 @@ def test_a_first_call_in_inference_mode(pool):
     pool.run(2, CASES, "first_call_in_inference_mode")
 
 
+def test_a_first_call_in_a_checkpoint(pool):
+    pool.run(2, CASES, "first_call_in_a_checkpoint")
+
+
 @pytest.mark.sample(4)
 @pytest.mark.parametrize("seed", range(50))
 def test_random_problems(pool, seed):
@@ -185,11 +189,22 @@ def test_layouts(pool, balance):
         ("length", "seqlen"),
         ("requires_grad", "requires_grad must"),
         ("error", "window"),
+        ("dimensions", ""),
+        ("function", ""),
     ],
 )
 def test_ranks_that_disagree_all_raise(pool, change, words):
-    for message in pool.run(2, CASES, "disagree", change):
-        assert message is not None and words in message and ("rank 1" in message or change == "error")
+    for rank, message in enumerate(pool.run(2, CASES, "disagree", change)):
+        assert message is not None and words in message and ("rank 1" in message or rank == 1)
+
+
+CHANGES = ("heads", "dtype", "length", "kind", "balance", "dim", "seqlen", "documents")
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_shards_that_differ_raise_on_all_ranks(pool, change):
+    for message in pool.run(2, CASES, "shards_that_differ", change):
+        assert message is not None and ("must be" in message or "refused" in message)
 
 
 @pytest.mark.sample(1)
@@ -214,6 +229,11 @@ def test_a_second_call_looks_nothing_up_again(pool, method, cu_seqlens):
 def test_dtensors(pool, layout, packed):
     for message in pool.run(4, USER_CASES, "on_dtensors", layout, packed):
         assert message is not None and "must shard the sequence" in message
+
+
+@pytest.mark.parametrize("layout", ["bshd", "bhsd", "packed"])
+def test_dtensors_of_odd_lengths(pool, layout):
+    pool.run(2, USER_CASES, "on_odd_dtensors", layout)
 
 
 @pytest.mark.sample(1)

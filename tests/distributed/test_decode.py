@@ -15,6 +15,12 @@ def test_steps(pool, world, sinks, softcap):
     pool.run(world, CASES, "decode", world, sinks, softcap)
 
 
+@pytest.mark.parametrize("change", ["value", "sinks", "heads", "head_dim_v", "cache"])
+def test_ranks_that_disagree_all_raise(pool, change):
+    for message in pool.run(2, CASES, "decode_apart", change):
+        assert message is not None and ("on rank" in message or change == "cache"), message
+
+
 def test_a_full_cache_of_the_owner_raises_on_all_ranks(pool):
     for message in pool.run(3, CASES, "overflow"):
         assert message is not None and ("max_seqlen" in message or "capacity" in message), message

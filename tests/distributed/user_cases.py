@@ -51,6 +51,21 @@ def overflow(group):
         return str(error)
 
 
+def decode_apart(group, change):
+    """The last rank has another cache, or another argument."""
+    is_last, x = torch.distributed.get_rank(group) == 1, torch.ones(1, 1, 2, 8)
+    heads = 1 if change == "heads" and is_last else 2
+    head_dim_v = 16 if change == "head_dim_v" and is_last else 8
+    cache = KVCache(1, 4, heads, 8, head_dim_v=head_dim_v, dtype=torch.float32)
+    value = None if change == "value" and is_last else x
+    sinks = torch.ones(2) if change == "sinks" and is_last else None
+    cache = None if change == "cache" and is_last else cache
+    try:
+        attention_with_split_cache(x, cache, x, value, sinks=sinks, group=group)
+    except Exception as error:
+        return str(error)
+
+
 def inside_context(group, seed, face, balance, cu_seqlens):
     """Code that knows of no ranks, in `context_parallel`: forward and gradients."""
     draw = torch.Generator().manual_seed(seed)
@@ -92,6 +107,36 @@ def inside_context(group, seed, face, balance, cu_seqlens):
         close(unshard(g, seqlen=n, **where), lead(getattr(gradients, name)), f"d{name}")
 
 
+def scores_in_context(group, face, kind):
+    """A mask or a bias, by rows or of one row: this rank's rows, columns of the whole sequence."""
+    torch.manual_seed(1)
+    n, heads = 23, 4
+    q, k, v, dout = (torch.randn(2, n, h, 8, dtype=torch.float64) for h in (heads, 2, 2, heads))
+    mask = torch.rand(2, 1, n if "rows" in kind else 1, n) < 0.7
+    mask[..., 0] = True
+    scores = mask if "mask" in kind else torch.randn(2, heads, *mask.shape[2:], dtype=torch.float64)
+    name = "mask" if "mask" in kind else "bias"
+    exact = reference.attention(q, k, v, **{name: scores})[0]
+    wanted = reference.attention_backward(dout, q, k, v, **{name: scores})
+    where = {"group": group, "balance": "zigzag"}
+    buffers, dims = [q, k, v, dout], [1] * 4
+    if "rows" in kind:
+        buffers, dims = [*buffers, scores], [*dims, 2]
+    with context_parallel(buffers=buffers, buffer_seq_dims=dims, **where):
+        leaves = [t.clone().requires_grad_() for t in (q, k, v)]
+        if face == "sdpa":
+            swapped = [t.transpose(1, 2) for t in leaves]
+            out = torch.nn.functional.scaled_dot_product_attention(
+                *swapped, attn_mask=scores.clone(), enable_gqa=True
+            ).transpose(1, 2)
+        else:
+            out = attention(*leaves, **{name: scores.clone()})
+        grads = torch.autograd.grad(out, leaves, dout.clone())
+    close(unshard(out.detach(), seqlen=n, **where), exact, "out")
+    for g, of in zip(grads, ("query", "key", "value")):
+        close(unshard(g, seqlen=n, **where), getattr(wanted, of), f"d{of}")
+
+
 def refused_in_context(group, change):
     x = torch.ones(1, 5, 2, 8)
     ends, unequal = torch.tensor([0, 2, 5]), lambda b, h, q, k: q != k
@@ -107,6 +152,52 @@ def refused_in_context(group, change):
         assert attention(x, x, x).shape == x.shape  # outside all is as before
         return str(error)
     return None
+
+
+def refused_on_a_rank(group, change):
+    """What each rank is told where the last refuses a call, or the context; the next call is served."""
+    is_last, x = torch.distributed.get_rank(group) == 1, torch.ones(1, 5, 2, 8)
+    ends, sdpa = torch.tensor([0, 2, 5]), "scaled_dot_product_attention"
+    calls = {
+        "window": lambda: attention(x, x, x, window=(-7, 2) if is_last else (7, 2)),
+        "statistics": lambda: attention(x, x, x, return_aux=Aux(entropy=True) if is_last else None),
+        "name": lambda: attention(x, x, x, **{"casual" if is_last else "causal": True}),
+        "mask": lambda: attention(x, x, x, mask=torch.ones(1, 1, 1, 7 if is_last else 10).bool()),
+        "dimensions": lambda: attention(*[x[0, 0] if is_last else x] * 3),
+        "documents": lambda: attention_varlen(x[0], x[0], x[0], *[ends if is_last else ends[::2]] * 2),
+        "dropout": lambda: getattr(torch.nn.functional, sdpa)(
+            *[x.transpose(1, 2)] * 3, dropout_p=2.0 if is_last else 0.0
+        ),
+        "dtensor": lambda: attention(*[_on_one_mesh(x) if is_last else x] * 3),
+    }
+    contexts = {
+        "balance": lambda: {"balance": "even" if is_last else "zigzag"},
+        "other balance": lambda: {"balance": "contiguous" if is_last else "zigzag"},
+        "seqlen": lambda: {"seqlen": -1 if is_last else 10},
+        "buffers": lambda: {"buffers": [torch.ones(1, 10)], "buffer_seq_dims": [9 if is_last else 1]},
+    }
+    found = []
+    try:
+        with context_parallel(group=group, **({"seqlen": 10} | contexts.get(change, dict)())):
+            calls[change]()
+    except Exception as error:
+        found.append(str(error))
+    with context_parallel(group=group, seqlen=10):
+        if change in calls:
+            try:
+                calls[change]()
+            except Exception as error:
+                found.append(str(error))
+        assert attention(x, x, x).shape == x.shape
+    return found
+
+
+def _on_one_mesh(x):
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor, Shard
+
+    mesh = DeviceMesh.from_group(torch.distributed.new_group([1], use_local_synchronization=True), "cpu")
+    return DTensor.from_local(x, mesh, [Shard(1)])
 
 
 def functions_in_context(group, method, cu_seqlens):
@@ -176,7 +267,8 @@ def transformers_model(group, implementation):
 
     register()
     torch.manual_seed(0)
-    window = 5 if implementation == "tilewise" else None
+    window = {"tilewise": 5, "wide": 14}.get(implementation)
+    implementation = "sdpa" if implementation == "sdpa" else "tilewise"
     config = MistralConfig(
         vocab_size=11, hidden_size=16, intermediate_size=8, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, sliding_window=window, attn_implementation=implementation,
@@ -192,6 +284,41 @@ def transformers_model(group, implementation):
         logits = model(input_ids=tokens, position_ids=places, use_cache=False).logits
         grads = torch.autograd.grad(logits.square().sum(), list(model.parameters()))
     close(unshard(logits.detach(), seqlen=n, **where), exact.detach(), "logits")
+    for (name, _), g, w in zip(model.named_parameters(), grads, wanted):
+        torch.distributed.all_reduce(g, group=group)
+        close(g, w, name)
+
+
+def padded_model(group, n, causal):
+    """Padding at either end: a rank without any, one of nothing else, shards of one token."""
+    from transformers import BertConfig, BertModel, MistralConfig, MistralModel
+
+    from tilewise.integrations.transformers import register
+
+    register()
+    torch.manual_seed(0)
+    sizes = {
+        "vocab_size": 11, "hidden_size": 16, "intermediate_size": 8, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "attn_implementation": "tilewise",
+    }  # fmt: skip
+    if causal:
+        model = MistralModel(MistralConfig(**sizes, num_key_value_heads=2, sliding_window=7)).double()
+    else:
+        model = BertModel(BertConfig(**sizes), add_pooling_layer=False).double().eval()
+    tokens, mask = torch.randint(11, (2, n)), torch.ones(2, n, dtype=torch.int64)
+    mask[0, : n // 3], mask[1, n - n // 3 :] = 0, 0
+    places = torch.arange(n).expand(2, -1).clone()
+    real = mask[..., None].double()
+    exact = model(input_ids=tokens, attention_mask=mask, position_ids=places).last_hidden_state * real
+    wanted = torch.autograd.grad(exact.square().sum(), list(model.parameters()))
+    where = {"group": group, "balance": "contiguous"}
+    buffers = [tokens, mask, places, real]
+    options = {"use_cache": False} if causal else {}
+    with context_parallel(buffers=buffers, buffer_seq_dims=[1] * 4, **where):
+        out = model(input_ids=tokens, attention_mask=mask, position_ids=places, **options).last_hidden_state
+        out = out * real.clone()
+        grads = torch.autograd.grad(out.square().sum(), list(model.parameters()))
+    close(unshard(out.detach(), seqlen=n, **where), exact.detach(), "out")
     for (name, _), g, w in zip(model.named_parameters(), grads, wanted):
         torch.distributed.all_reduce(g, group=group)
         close(g, w, name)
@@ -280,6 +407,35 @@ def on_dtensors(group, layout, packed):
     except ValueError as error:
         return str(error)
     return None
+
+
+def on_odd_dtensors(group, layout):
+    """11 tokens of two ranks, query and value of other sizes: out and lse are of all 11 on both."""
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    mesh = DeviceMesh.from_group(group, "cpu")
+    torch.manual_seed(0)
+    lead = () if layout == "packed" else (2,)
+    whole = [torch.randn(*lead, 11, h, d, dtype=torch.float64) for h, d in ((4, 8), (2, 8), (2, 6), (4, 6))]
+    ends = torch.tensor([0, 4, 11]) if layout == "packed" else None
+    starts = {} if ends is None else {"cu_seqlens_q": ends, "cu_seqlens_k": ends}
+    exact = reference.attention(*whole[:3], causal=True, **starts)
+    wanted = reference.attention_backward(whole[3], *whole[:3], causal=True, **starts)
+    swap = (lambda t: t.transpose(1, 2)) if layout == "bhsd" else (lambda t: t)
+    places = [Shard({"packed": 0, "bshd": 1, "bhsd": 2}[layout])]
+    *leaves, dout = (distribute_tensor(swap(t).contiguous(), mesh, places) for t in whole)
+    leaves = [t.requires_grad_() for t in leaves]
+    form = "bhsd" if layout == "bhsd" else "bshd"
+    out, lse = context_parallel_attention(
+        *leaves, causal=True, layout=form, cu_seqlens=ends, return_lse=True, method="ring"
+    )
+    assert out.shape == swap(exact[0]).shape and lse.shape == exact[1].shape
+    assert out.stride() == swap(torch.empty(exact[0].shape)).stride()
+    close(swap(out.full_tensor()), exact[0], "out")
+    close(lse.full_tensor(), exact[1], "lse")
+    for g, name in zip(torch.autograd.grad(out, leaves, dout), ("query", "key", "value")):
+        close(swap(g.full_tensor()), getattr(wanted, name), f"d{name}")
 
 
 def ring_flash_attn_names(group, name):

@@ -29,11 +29,12 @@ from tilewise.dispatch import choice, plans
 from tilewise.dispatch.plans import Entry
 
 LSE, NO_LSE = Request(), Request(lse=False)
-_server: Callable[..., tuple[Tensor, Any]] | None = None
+_server: Any = None  # a callable, see `served_by`; what is public of it, `context_parallel` has
 
 
 class _Thread(threading.local):
     is_serving = False
+    is_heard = False
 
 
 _thread = _Thread()
@@ -58,11 +59,43 @@ def is_served() -> bool:
     return _server is not None and not _thread.is_serving
 
 
+def all_columns(mask: Tensor) -> Tensor:
+    """What a mask of the keys of this rank says, of the keys of all ranks if a server answers."""
+    return _server.all_columns(mask) if is_served() else mask
+
+
+def is_unheard() -> bool:
+    """Whether a server answers, and would not hear of a call that is refused on its way there."""
+    return _server is not None and not _thread.is_serving and not _thread.is_heard
+
+
+def heard(face: Callable[..., Any], arguments: dict[str, Any]) -> Any:
+    """What a public function returns; the server hears if it is refused."""
+    unknown = arguments.pop("unknown", {})
+    _thread.is_heard = True
+    try:
+        return face(**arguments, **unknown)
+    except Exception as error:
+        refuse(error)
+        raise
+    finally:
+        _thread.is_heard = False
+
+
+def refuse(error: Exception) -> None:
+    """Tell the server's other ranks, which wait for this call, that it is refused: once for each error."""
+    if is_served() and not getattr(error, "is_told", False):
+        error.is_told = True  # type: ignore[attr-defined]
+        _server.refuse(error)
+
+
 def _served(*call: Any) -> tuple[Tensor, Any]:
-    assert _server is not None
     _thread.is_serving = True
     try:
-        return _server(*call)
+        return _server(*call)  # type: ignore[no-any-return]
+    except Exception as error:
+        error.is_told = True  # type: ignore[attr-defined]
+        raise
     finally:
         _thread.is_serving = False
 

@@ -19,7 +19,7 @@ from tilewise.distributed import engine
 from tilewise.distributed.cost import choose as choose_method, sizes_of
 from tilewise.distributed.faults import agree, batch_of_one, check_call, facts_of
 from tilewise.distributed.heads import heads_of, heads_to_tokens, swap_of, tokens_to_heads
-from tilewise.distributed.layout import Layout, is_dtensor, joined, layout_of, shards_of
+from tilewise.distributed.layout import Layout, group_of, is_dtensor, joined, layout_of, shards_of
 from tilewise.distributed.network import Network, check_network, measured
 from tilewise.distributed.parts import Origin
 from tilewise.distributed.ranks import Ranks, flat_ranks, mesh_degree, ranks_of
@@ -121,19 +121,25 @@ def context_parallel_attention(
         >>> context_parallel_attention(shard(q), shard(k), shard(v), causal=True).shape  # alone: all tokens
         torch.Size([1, 6, 2, 8])
     """
-    wrap, dimensions = None, 1
+    wrap, dimensions, refusal = None, 1, None
     if is_dtensor(query):
         if group is not None or mesh is not None:
             raise ValueError("group and mesh must be None for DTensors, which have a mesh")
         dimensions = query.device_mesh.ndim  # type: ignore[attr-defined]
         form = layout if cu_seqlens is None else "packed"
-        query, key, value, group, seqlen, wrap = shards_of(query, key, value, form)
+        group = group_of(query, form)
+        try:
+            query, key, value, seqlen, wrap = shards_of(query, key, value, form)
+        except Exception as found:
+            refusal = found
         balance = balance or "contiguous"
     balance = balance or "zigzag"
     inner = mesh_degree(mesh, method)
     ranks = ranks_of(group, mesh) if inner is None else flat_ranks(mesh, group)
 
     def describe() -> Call:
+        if refusal is not None:
+            raise refusal
         q, k, v = to_bshd(layout, query=query, key=key, value=value)
         if cu_seqlens is not None:
             q, k, v = batch_of_one(q, k, v)
@@ -198,7 +204,7 @@ def attend(
             check_network(network)
         call = describe()
         degree = check_call(*call, is_packed, backend, method, inner)
-    except (ValueError, TypeError, NotImplementedError) as found:
+    except Exception as found:  # also of a function that is traced: the others have to hear of it
         error = found
 
     def facts() -> dict[str, Any]:

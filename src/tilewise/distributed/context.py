@@ -16,7 +16,8 @@ from tilewise.core.checks import check_tensors, shown
 from tilewise.core.problem import Inputs, Options
 from tilewise.core.signature import Request
 from tilewise.distributed.attention import Call, Where, attend
-from tilewise.distributed.layout import Layout, check_dim, layout_of, shard
+from tilewise.distributed.faults import agree
+from tilewise.distributed.layout import Layout, check_dim, is_dtensor, layout_of, shard, unshard
 from tilewise.distributed.ranks import Ranks, ranks_of
 from tilewise.faces.sdpa import scaled_dot_product_attention
 
@@ -67,12 +68,26 @@ def context_parallel(
         ...     out = tilewise.attention(x, x, x, causal=True)
     """
     ranks = ranks_of(group, mesh)
-    total = _total(buffers, buffer_seq_dims, seqlen)
     kept = {id(b) for b in no_restore_buffers or ()}
-    if not kept <= {id(b) for b in buffers}:
-        raise ValueError("no_restore_buffers must be some of buffers")
     where = {"group": group, "mesh": mesh, "balance": balance, "cu_seqlens": cu_seqlens}
-    layout = None if total is None and cu_seqlens is None else layout_of(ranks, balance, total, cu_seqlens)
+    error = layout = None
+    try:
+        total = _total(buffers, buffer_seq_dims, seqlen)
+        if not kept <= {id(b) for b in buffers}:
+            raise ValueError("no_restore_buffers must be some of buffers")
+        if total is not None or cu_seqlens is not None:
+            layout = layout_of(ranks, balance, total, cu_seqlens)
+    except Exception as found:
+        error = found
+
+    def facts() -> dict[str, Any]:
+        return {
+            "method": method, "balance": balance, "seqlen": None if layout is None else layout.total,
+            "cu_seqlens": None if layout is None or cu_seqlens is None else layout.starts,
+            "buffers": [tuple(b.shape) for b in buffers], "buffer_seq_dims": list(buffer_seq_dims),
+        }  # fmt: skip
+
+    agree(ranks, facts, error, ranks.device)
     calls = _Calls(ranks, layout, method, balance, cu_seqlens is not None)
     whole = [None if id(b) in kept else b.detach().clone() for b in buffers]
     sdpa = torch.nn.functional.scaled_dot_product_attention
@@ -129,34 +144,47 @@ class _Calls:
         self, inputs: Inputs, options: Options, backend: str | None, request: Request
     ) -> tuple[Tensor, Any]:
         """As `autograd.functions.attention`."""
-        self._refuse(inputs, options)
-        tensors, rows, is_dense = inputs[:3], None, inputs.query.ndim == 4
-        if self.is_packed and is_dense and len(inputs.query) > 1:
-            raise ValueError(
-                f"query.shape={tuple(inputs.query.shape)} must have a batch of 1 with cu_seqlens"
-            )
-        if not is_dense:
-            rows = 1 if self.is_packed else self._rows(inputs)
-            tensors = tuple(t.unflatten(0, (rows, -1)) for t in tensors)  # type: ignore[assignment]
-        inputs = inputs._replace(
-            **dict(zip(("query", "key", "value"), tensors)), cu_seqlens_q=None, cu_seqlens_k=None
-        )
-        options = options._replace(max_seqlen_q=None, max_seqlen_k=None)
-        seqlen = None if self.layout is None else self.layout.total
-        offsets = self.layout.starts if self.layout is not None and self.is_packed else None
 
         def describe() -> Call:
-            tokens = layout_of(self.ranks, self.balance, seqlen, offsets, inputs.query.shape[1])
-            return Call(inputs, options, tokens)
+            self._refuse(inputs, options)
+            q, k, v = inputs[:3]
+            if q.ndim == 3:
+                q, k, v = (t.unflatten(0, (self._rows(inputs), -1)) for t in (q, k, v))
+            elif self.is_packed and len(q) > 1:
+                raise ValueError(f"query.shape={tuple(q.shape)} must have a batch of 1 with cu_seqlens")
+            of_rows = inputs._replace(query=q, key=k, value=v, cu_seqlens_q=None, cu_seqlens_k=None)
+            tokens = layout_of(self.ranks, self.balance, self._seqlen, self._offsets, q.shape[1])
+            return Call(of_rows, options._replace(max_seqlen_q=None, max_seqlen_k=None), tokens)
 
-        where = Where(self.ranks, self.method, self.balance, seqlen, self.is_packed, backend=backend)
+        where = Where(self.ranks, self.method, self.balance, self._seqlen, self.is_packed, backend=backend)
         out, lse = attend(where, describe, True, inputs.query.device)
         assert lse is not None
-        if rows is not None:
+        if inputs.query.ndim == 3:
             out, lse = out.flatten(0, 1), lse.transpose(0, 1).flatten(1)
         return out, lse if request.lse else None
 
+    def refuse(self, error: Exception) -> None:
+        """Raise an error of this rank's call, and let the others raise too, which wait for it."""
+        agree(self.ranks, dict, error, self.ranks.device)
+
+    def all_columns(self, mask: Tensor) -> Tensor:
+        """A mask (..., tokens of the rank) for all keys. All ranks take part."""
+        where = {"group": self.ranks.group, "balance": self.balance, "cu_seqlens": self._offsets}
+        return unshard(mask, dim=-1, seqlen=self._seqlen, **where)
+
+    @property
+    def _seqlen(self) -> int | None:
+        return None if self.layout is None else self.layout.total
+
+    @property
+    def _offsets(self) -> tuple[int, ...] | None:
+        return self.layout.starts if self.layout is not None and self.is_packed else None
+
     def _refuse(self, inputs: Inputs, options: Options) -> None:
+        if any(is_dtensor(t) for t in inputs[:3]):
+            raise NotImplementedError(
+                "DTensors are not served inside of context_parallel: context_parallel_attention takes them"
+            )
         found = [name for name in _UNSERVED if getattr(inputs, name) is not None]
         if options.functions is not None and inputs.query.ndim == 3:
             found.append("mask_mod or score_mod of packed calls")
@@ -166,6 +194,8 @@ class _Calls:
     def _rows(self, inputs: Inputs) -> int:
         """How many rows of a batch a packed call has. Its offsets may only say where a row starts, and where
         the positions of a row jump: transformers takes such a jump for the start of another document."""
+        if self.is_packed:
+            return 1
         offsets, tokens = inputs.cu_seqlens_q, len(inputs.query)
         assert offsets is not None
         if self.layout is None:

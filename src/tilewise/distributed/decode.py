@@ -73,11 +73,16 @@ def attention_with_split_cache(
             causal=is_owner and key is not None, softcap=softcap,
             sinks=sinks if is_owner else None, scale=scale, return_lse=True, backend=backend,
         )  # fmt: skip
-    except (ValueError, TypeError, NotImplementedError) as refusal:
+    except Exception as refusal:
         error = refusal
 
     def facts() -> dict[str, Any]:
-        return {"query": _fact(query), "key": _fact(key), "owner": owner, "softcap": softcap, "scale": scale}
+        sizes = f"{tuple(cache.key.shape[2:])}, {tuple(cache.value.shape[2:])}"
+        return {
+            "query": _fact(query), "key": _fact(key), "value": _fact(value), "sinks": _fact(sinks),
+            "heads and dimensions of the cache": sizes,
+            "owner": owner, "softcap": softcap, "scale": scale, "return_lse": return_lse,
+        }  # fmt: skip
 
     agree(ranks, facts, error, query.device if isinstance(query, Tensor) else torch.device("cpu"))
     assert found is not None

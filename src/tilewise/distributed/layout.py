@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -233,18 +233,35 @@ def unshard(
         x with all tokens in dimension `dim`.
 
     Raises:
-        ValueError, TypeError: an argument does not fit.
+        ValueError, TypeError: an argument does not fit, or ranks disagree: as `context_parallel_attention`.
 
     Example:
         >>> unshard(shard(torch.arange(6)[None])).tolist()
         [[0, 1, 2, 3, 4, 5]]
     """
-    check_tensors(x=x)
+    from tilewise.distributed.faults import agree  # which imports this file
+
     ranks = ranks_of(group, mesh)
-    check_dim(dim, x.ndim)
-    if seqlen is None and cu_seqlens is None:
-        seqlen = int(gather(torch.tensor(x.shape[dim], device=x.device), ranks).sum())
-    layout = layout_of(ranks, balance, seqlen, cu_seqlens, x.shape[dim])
+    error = layout = None
+    try:
+        check_tensors(x=x)
+        check_dim(dim, x.ndim)
+        if seqlen is not None or cu_seqlens is not None:
+            layout = layout_of(ranks, balance, seqlen, cu_seqlens, x.shape[dim])
+    except Exception as found:
+        error = found
+
+    def facts() -> dict[str, Any]:
+        sizes = list(x.shape)
+        sizes[dim] = -1
+        starts = None if layout is None else layout.starts
+        return {"x but its tokens": f"{x.dtype} {sizes}", "balance": balance, "seqlen or cu_seqlens": starts}
+
+    agree(ranks, facts, error, x.device if isinstance(x, Tensor) else ranks.device)
+    if layout is None:
+        lengths = gather(torch.tensor(x.shape[dim], device=x.device), ranks).tolist()
+        for rank, length in enumerate(lengths):  # all find the same fault
+            layout = layout_of(replace(ranks, rank=rank), balance, sum(lengths), None, length)
     return _Unshard.apply(x.movedim(dim, 0), layout, ranks).movedim(0, dim)  # type: ignore[no-any-return]
 
 
@@ -320,12 +337,31 @@ def is_dtensor(t: Any) -> bool:
 Wrap = Callable[[Tensor, Tensor | None], tuple[Tensor, Tensor | None]]
 
 
-def shards_of(query: Any, key: Any, value: Any, layout: str) -> tuple[Tensor, Tensor, Tensor, Any, int, Wrap]:
+def group_of(query: Any, layout: str) -> Any:
+    """The ranks that share the sequence of a DTensor, of its mesh."""
+    mesh, names = query.device_mesh, DIMENSIONS.get(layout, "bshd")
+    if mesh.ndim == 1:
+        return mesh.get_group()
+    return mesh.get_group(_sharded(query, names).index("s"))
+
+
+def _sharded(query: Any, names: str) -> list[str]:
+    """What each dimension of the mesh shards: a letter of names, or ""."""
+    shards = [names[p.dim % query.ndim] if p.is_shard() else "" for p in query.placements]
+    if shards.count("s") != 1 or "d" in shards or any(p.is_partial() for p in query.placements):
+        raise ValueError(
+            f"query.placements={tuple(query.placements)} must shard the sequence, dimension "
+            f"{names.index('s')}, along one dimension of the mesh, and along others batch, heads or nothing"
+        )
+    return shards
+
+
+def shards_of(query: Any, key: Any, value: Any, layout: str) -> tuple[Tensor, Tensor, Tensor, int, Wrap]:
     """What a call takes instead of DTensors that lie on one mesh alike. `layout` may be "packed".
 
     Returns:
-        The shards of query, key and value, the group that shares the sequence, its length, and what makes
-        DTensors of out and lse.
+        The shards of query, key and value, the length of the sequence, and what makes DTensors of out
+        and lse.
 
     Raises:
         ValueError, TypeError: they are not all DTensors, are placed differently, or no mesh dimension shards
@@ -340,23 +376,22 @@ def shards_of(query: Any, key: Any, value: Any, layout: str) -> tuple[Tensor, Te
                 f"{name}.placements={t.placements} must be those of query, {placements}, on its mesh"
             )
     names = DIMENSIONS[layout]
-    shards = [names[p.dim % query.ndim] if p.is_shard() else "" for p in placements]
-    partial = any(p.is_partial() for p in placements)
-    if shards.count("s") != 1 or partial or "d" in shards:
-        raise ValueError(
-            f"query.placements={placements} must shard the sequence, dimension {names.index('s')}, along one "
-            "dimension of the mesh, and along others batch, heads or nothing"
-        )
-    group = mesh.get_group(shards.index("s"))
+    shards = _sharded(query, names)
+
+    sizes = dict(zip(names, query.shape)) | {"d": value.shape[-1]}
 
     def placed(t: Tensor, names: str) -> Tensor:
         from torch.distributed.tensor import DTensor, Replicate, Shard
 
         found = [Shard(names.index(n)) if n else Replicate() for n in shards]
-        return DTensor.from_local(t, mesh, found, run_check=False)
+        shape = torch.Size([sizes[n] for n in names])  # not the world's size times that of the shard
+        stride, step = [0] * t.ndim, 1
+        for n in sorted(range(t.ndim), key=lambda n: (t.stride(n), -n)):
+            stride[n], step = step, step * shape[n]
+        return DTensor.from_local(t, mesh, found, run_check=False, shape=shape, stride=tuple(stride))
 
     def wrap(out: Tensor, lse: Tensor | None) -> tuple[Tensor, Tensor | None]:
         return placed(out, names), None if lse is None else placed(lse, LSE[layout])
 
     seqlen = query.shape[names.index("s")]
-    return query.to_local(), key.to_local(), value.to_local(), group, seqlen, wrap
+    return query.to_local(), key.to_local(), value.to_local(), seqlen, wrap

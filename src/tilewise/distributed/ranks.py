@@ -29,6 +29,11 @@ class Ranks:
         """Whether the group moves tensors of the CPU, so that looking at numbers waits for nothing."""
         return self.group is None or "gloo" in str(dist.get_backend(self.group))
 
+    @property
+    def device(self) -> torch.device:
+        """Where what the group moves lies, if no tensor says so."""
+        return torch.device("cpu") if self.is_cpu else torch.device("cuda", torch.cuda.current_device())
+
     def exchange(self, sends: list[tuple[int, Tensor]], receives: list[tuple[int, Tensor]]) -> list[Any]:
         """Start messages (peer, tensor), all at once. What is returned has `wait()`."""
         operations = [dist.P2POp(dist.isend, t, self.peers[peer], self.group) for peer, t in sends]

@@ -110,8 +110,10 @@ def scaled_dot_product_attention(
             out = out[0, 0] if is_one_head else out.reshape(*leading, *out.shape[1:])
         return out
     except ValueError as error:
+        functions.refuse(error)
         raise SDPAValueError(*error.args).with_traceback(error.__traceback__) from None
     except TypeError as error:
+        functions.refuse(error)
         raise SDPATypeError(*error.args).with_traceback(error.__traceback__) from None
 
 
@@ -221,6 +223,8 @@ def _mask_or_bias(
     if attn_mask.dtype != torch.bool and not attn_mask.dtype.is_floating_point:
         raise TypeError(f"attn_mask.dtype={attn_mask.dtype} must be bool or floating point")
     padded = (1,) * (len(shape) - attn_mask.ndim) + tuple(attn_mask.shape)
+    if functions.is_served():  # columns are those of the whole sequence: the server checks them
+        shape = *shape[:-1], padded[-1]
     if len(padded) > len(shape) or any(a not in (1, b) for a, b in zip(padded, shape, strict=True)):
         is_padding = tuple(attn_mask.shape) == (shape[0], shape[-1])
         hint = "; of padding (batch, seqlen_k) pass attn_mask[:, None, None, :]" if is_padding else ""

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tilewise.api import attention
+from tilewise.autograd import functions
 from tilewise.core.statistics import Aux
 from tilewise.faces.autocast import autocast
 from tilewise.faces.transformers_mask import Pattern, PatternMask, visibility_mask
@@ -154,7 +155,8 @@ def attention_forward(
     if starts is not None:
         same = _same_sequence(*starts, query.shape[0], seqlen_q, seqlen_k)
         mask = same if mask is None else mask & same
-    mask, bias = (t if t is None or t.shape[-1] in (1, used_k) else t[..., :used_k] for t in (mask, bias))
+    if not functions.is_served():  # which wants columns of the whole sequence
+        mask, bias = (t if t is None or t.shape[-1] in (1, used_k) else t[..., :used_k] for t in (mask, bias))
     if used_k < seqlen_k:
         key, value = key[:, :, :used_k], value[:, :, :used_k]
     if output_attentions:

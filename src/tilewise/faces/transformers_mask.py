@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from tilewise.autograd import functions
 from tilewise.core.torch_private import tree_map_only
 
 Bounds = tuple[int | None, int | None]
@@ -50,6 +51,8 @@ class Pattern:
     @property
     def window(self) -> Bounds:
         """The bounds as `tilewise.attention` counts them for `used_k` keys; None where they hide nothing."""
+        if functions.is_served():  # of a shard: all ranks have to say the same
+            return self.left, self.right
         ahead = self.shift + self.seqlen_q - self.used_k  # of the bottom-right aligned position
         left = None if self.left is None else self.left - ahead
         right = None if self.right is None else self.right + ahead
@@ -58,8 +61,8 @@ class Pattern:
 
     @functools.cached_property
     def key_mask(self) -> Tensor | None:
-        """(batch, 1, 1, seqlen_k): the padding as a mask."""
-        return None if self.padding is None else self.padding[:, None, None]
+        """(batch, 1, 1, seqlen_k): the padding as a mask; inside of `context_parallel` of all ranks' keys."""
+        return None if self.padding is None else functions.all_columns(self.padding[:, None, None])
 
     @functools.cached_property
     def cu_seqlens(self) -> Tensor:
@@ -189,7 +192,7 @@ def visibility_mask(
     # A causal pattern is said here: decoders that were written with masks alone have is_causal=False.
     if may_skip and not hides_keys and (left, right) == (None, None):
         return None
-    if q_length == 1 or min(left or 0, right or 0) < 0:
+    if (q_length == 1 and not functions.is_served()) or min(left or 0, right or 0) < 0:
         return build()  # one row costs nothing, and decoding may be compiled
     return PatternMask(pattern, build, batch_size, device)
 
@@ -264,7 +267,20 @@ def _mask_function_kinds() -> dict[CodeType | None, str]:
 
 
 def _with_padding(pattern: Pattern, attention_mask: Tensor, kv_offset: int) -> Pattern:
-    """Add what a (batch, tokens) attention mask says, if it hides a key that is in use."""
+    """Add what a (batch, tokens) attention mask says, if it hides a key that is in use.
+
+    Of a shard it is always added: one that hides nothing here may hide keys on another rank.
+
+    Raises:
+        ValueError: the mask is not one of the shard.
+    """
+    if functions.is_served():
+        if attention_mask.shape[1] != pattern.seqlen_k:
+            raise ValueError(
+                f"attention_mask.shape={tuple(attention_mask.shape)} must have the {pattern.seqlen_k} tokens "
+                "of this rank inside of context_parallel: give it as one of its buffers"
+            )
+        return dataclasses.replace(pattern, padding=attention_mask.bool())
     missing = kv_offset + pattern.seqlen_k - attention_mask.shape[1]  # a static cache is longer
     padding = nn.functional.pad(attention_mask.bool(), (0, max(0, missing)))
     padding = padding[:, kv_offset : kv_offset + pattern.seqlen_k]
