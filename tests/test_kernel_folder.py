@@ -197,3 +197,31 @@ def test_triton_hashes_itself_once_as_long_as_its_files_are_the_same(tmp_path, m
     assert process() > 0
     monkeypatch.delattr(cache, "triton_key")  # a release that has none
     triton_key.keep.__wrapped__()
+
+
+KEYS = """
+import sys
+from tilewise.gpu.launch import triton_key
+triton_key.hash_callees_first()
+from tilewise.gpu.hopper.backward.kernel import attn_bwd_kernel
+from tilewise.gpu.hopper.decode.kernel import attn_decode_kernel
+from tilewise.gpu.hopper.forward.kernel import attn_fwd_kernel
+from tilewise.gpu.hopper.fp8.kernel import attn_fwd_fp8_kernel
+kernels = [attn_bwd_kernel, attn_decode_kernel, attn_fwd_kernel, attn_fwd_fp8_kernel]
+keys = {kernel.__name__: kernel.cache_key for kernel in (kernels if "forward" in sys.argv else kernels[::-1])}
+print(sorted(keys.items()))
+for kernel in kernels:
+    values = {}
+    for (name, _), (value, _) in kernel.used_global_vals.items():
+        if type(value).__name__ == "constexpr":
+            assert values.setdefault(name, repr(value)) == repr(value), (name, values[name], value)
+"""
+
+
+def test_a_kernel_has_the_same_key_in_every_process():
+    """Whatever was hashed before. Constants of one name have one value: Triton sorts them by their addresses."""
+    found = [
+        subprocess.run([sys.executable, "-c", KEYS, order], capture_output=True, text=True, check=True).stdout
+        for order in ("forward", "backward")
+    ]
+    assert found[0] == found[1] and "attn_bwd_kernel" in found[0]

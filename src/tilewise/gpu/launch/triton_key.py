@@ -2,8 +2,13 @@
 
 Triton names a compiled kernel by a hash that its own files are part of, so each process reads and hashes all
 of them, 400 MB, before its first kernel. Here the outcome lies in Triton's cache folder, under the names,
-sizes and times of those files: a process that finds them unchanged takes it from there. `triton_key` is a
-private name, checked for Triton 3.6 to 3.9; without it all is as Triton does it.
+sizes and times of those files: a process that finds them unchanged takes it from there.
+
+Before 3.8 a function's key has the constants of functions that it calls only if those have a key already: it
+depends on what else a process has compiled. Here they get theirs first, as in 3.8.
+
+`triton_key` and `_update_hash` are private names, checked for Triton 3.6 to 3.9; without them all is as
+Triton does it.
 """
 
 from __future__ import annotations
@@ -13,10 +18,11 @@ import functools
 import hashlib
 import os
 from pathlib import Path
+from typing import Any
 
 import triton
 from triton import knobs
-from triton.runtime import cache
+from triton.runtime import cache, jit
 
 from tilewise.gpu.launch.kernel_folder import is_safe, write
 
@@ -24,6 +30,7 @@ from tilewise.gpu.launch.kernel_folder import is_safe, write
 @functools.cache
 def keep() -> None:
     """Have Triton take its key from the file; write the file if there is none. Once a process."""
+    hash_callees_first()
     compute = getattr(cache, "triton_key", None)
     if compute is None:
         return
@@ -38,6 +45,21 @@ def keep() -> None:
     with contextlib.suppress(OSError):  # a cache that can't be written to
         path.parent.mkdir(parents=True, exist_ok=True)
         write(path, compute().encode())
+
+
+def hash_callees_first() -> None:
+    """Of this library's functions."""
+    finder: Any = getattr(jit, "DependenciesFinder", None)
+    if not hasattr(finder, "_update_hash"):
+        return
+    update = finder._update_hash
+
+    def update_hash(self: Any, func: Any) -> None:
+        if func.fn.__module__.startswith("tilewise."):
+            _ = func.cache_key
+        update(self, func)
+
+    finder._update_hash = update_hash
 
 
 def state_of_files() -> str:
