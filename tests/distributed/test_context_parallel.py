@@ -198,6 +198,19 @@ def test_ranks_that_disagree_all_raise(pool, change, words):
         assert message is not None and words in message and ("rank 1" in message or rank == 1)
 
 
+@pytest.mark.parametrize("method, n", [("ring", 1), ("ring", 2), ("all_gather", 2)])
+def test_gradients_of_what_all_have_on_a_rank_without_tokens(pool, method, n):
+    pool.run(3, CASES, "few_tokens", "learned", method, n)
+
+
+@pytest.mark.parametrize("n", [2, 3, 4])
+def test_masks_of_few_tokens(pool, n):
+    """Methods that exchange heads serve no rows; "auto" sees on all ranks alike that it must not take them."""
+    assert pool.run(3, CASES, "few_tokens", "mask", "auto", n) == [None] * 3
+    for message in pool.run(3, CASES, "few_tokens", "mask", "ulysses", n):
+        assert message is not None and "has a row for each token" in message
+
+
 CHANGES = ("heads", "dtype", "length", "kind", "balance", "dim", "seqlen", "documents")
 
 

@@ -306,7 +306,9 @@ def _fastest_method(call: Call, ranks: Ranks, network: Network | None) -> tuple[
     if network is None:
         ranks.connect(inputs.query.device)
         network = measured(ranks, inputs.query.dtype, inputs.query.device)
-    may_swap = all(t is None or t.shape[2] == 1 for t in (inputs.mask, inputs.bias))
+    # Of a single token one row may be the token's or all tokens': on all ranks alike it counts as the token's.
+    is_unclear = min(map(tokens.length, range(ranks.world))) < 2
+    may_swap = all(t is None or (t.shape[2] == 1 and not is_unclear) for t in (inputs.mask, inputs.bias))
     rules, wants_gradients = _rules(inputs, options), _wants_gradients(inputs)
     best = choose_method(tokens, rules, sizes_of(inputs), network, wants_gradients, may_swap).best
     return best.method, best.degree

@@ -171,6 +171,9 @@ class Backward:
                 del theirs, totals
         dq, dk, dv = (total.finish()[0].contiguous() for total in (self.dquery, *self.dkeys))
         dbias = None if self.dbias is None or self.bias is None else self.dbias.to(self.bias.dtype)
+        captured = self.shard.inputs.captured_floats
+        if self.dcaptured is None and captured is not None:  # of a rank without tokens
+            self.dcaptured = torch.zeros_like(captured)
         return Gradients(dq, dk, dv, dbias, captured_floats=self.dcaptured)
 
     def _add(self, part: Part, key: Tensor, value: Tensor, totals: tuple[Totals, Totals]) -> None:
