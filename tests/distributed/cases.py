@@ -372,7 +372,9 @@ def few_tokens(group, kind, method, n):
         mask = torch.rand(1, 1, n, n) < 0.7
         exact = reference.attention(q, q, q, mask=mask)[0]
         try:
-            out = context_parallel_attention(given, given, given, mask=shard(mask, dim=2, group=group), **where)
+            out = context_parallel_attention(
+                given, given, given, mask=shard(mask, dim=2, group=group), **where
+            )
         except (NotImplementedError, ValueError) as error:
             return str(error)
         return close(unshard(out, group=group, seqlen=n), exact, "out")
@@ -391,6 +393,7 @@ def few_tokens(group, kind, method, n):
     for wanted, share in zip(*found):
         torch.distributed.all_reduce(share, group=group)
         close(share, wanted, "gradient")
+    return None
 
 
 def second_call(group, method, cu_seqlens):

@@ -68,7 +68,7 @@ def context_parallel_attention(
     Args:
         query: (batch, tokens of the rank, num_heads, head_dim), or packed (tokens of the rank, num_heads,
             head_dim) with cu_seqlens. Or all three DTensors that one dimension of their mesh shards along the
-            sequence, which that dimension must divide; other dimensions may shard batch and heads, and what
+            sequence, in shards that differ by a token at most; other dimensions may shard batch and heads, and what
             else has heads is of this rank's.
         key: likewise with num_kv_heads, of the same tokens.
         value: likewise with num_kv_heads and head_dim_v.
@@ -306,7 +306,7 @@ def _fastest_method(call: Call, ranks: Ranks, network: Network | None) -> tuple[
     if network is None:
         ranks.connect(inputs.query.device)
         network = measured(ranks, inputs.query.dtype, inputs.query.device)
-    # Of a single token one row may be the token's or all tokens': on all ranks alike it counts as the token's.
+    # A row of a rank with one token may be for that token or for all: then all ranks take it for the former.
     is_unclear = min(map(tokens.length, range(ranks.world))) < 2
     may_swap = all(t is None or (t.shape[2] == 1 and not is_unclear) for t in (inputs.mask, inputs.bias))
     rules, wants_gradients = _rules(inputs, options), _wants_gradients(inputs)

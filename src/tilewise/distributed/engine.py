@@ -1,6 +1,6 @@
 """Runs a schedule: while keys of one step are computed with, those of the next are on their way.
 
-Forward: out and lse of each step's keys are merged in float32, rounded once at the end.
+Forward: out, in the tensors' dtype, and lse of each block are merged in float32, rounded once at the end.
 Backward: the same keys travel again. The gradient of keys of others goes back to its owner, in the tensors'
 dtype, while the next step is computed; the owner adds up in float32. Half of the rank's own work is kept for
 the end, when the last of them travel. Both directions hold two steps' keys at most, besides what ranks that
