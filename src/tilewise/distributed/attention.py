@@ -68,8 +68,8 @@ def context_parallel_attention(
     Args:
         query: (batch, tokens of the rank, num_heads, head_dim), or packed (tokens of the rank, num_heads,
             head_dim) with cu_seqlens. Or all three DTensors that one dimension of their mesh shards along the
-            sequence, in shards that differ by a token at most; other dimensions may shard batch and heads, and what
-            else has heads is of this rank's.
+            sequence, in shards that differ by a token at most; other dimensions may shard batch and heads,
+            and what else has heads is of this rank's.
         key: likewise with num_kv_heads, of the same tokens.
         value: likewise with num_kv_heads and head_dim_v.
         group: the ranks that share the sequence; None is the default group, or this process alone.
