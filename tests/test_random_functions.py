@@ -145,3 +145,19 @@ def test_shifts_by_any_number():
         for backend in ("llvm", "tiled"):
             found = tilewise.attention(x, x, x, mask_mod=mask_mod, backend=backend)
             torch.testing.assert_close(found, exact)
+
+
+def test_integers_that_float32_rounds():
+    """Quotients towards 0 and their rests, of both signs."""
+    x, i, j = torch.randn(1, 40, 1, 4), torch.arange(40)[:, None], torch.arange(40)
+    big, divisors = 2**40 + 12345 * torch.arange(40), torch.tensor([-3, -2, -1, 1, 2, 5])
+    for mask_mod in (
+        lambda b, h, i, j: torch.div(i * 1000003 + j, 7, rounding_mode="trunc") % 2 == 0,
+        lambda b, h, i, j: torch.div((i - j) * 1000003, -7, rounding_mode="trunc") % 2 == 0,
+        lambda b, h, i, j: torch.fmod(big[j], 3) == 1,
+        lambda b, h, i, j: torch.fmod((i - j) * big[j], divisors[i % 6]) >= 0,
+    ):
+        exact = tilewise.attention(x, x, x, mask=mask_mod(0, 0, i, j))
+        for backend in ("llvm", "tiled"):
+            found = tilewise.attention(x, x, x, mask_mod=mask_mod, backend=backend)
+            torch.testing.assert_close(found, exact)

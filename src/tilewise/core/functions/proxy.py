@@ -207,12 +207,13 @@ def _scaled(op: str) -> Callable[..., Proxy]:
 def _div(r: Recorder, a: Any, b: Any, *, rounding_mode: str | None = None) -> Proxy:
     if rounding_mode == "floor":
         return r.add("floordiv", a, b)
+    if rounding_mode == "trunc" and all(p.kind != FLOAT for p in (_proxy(r, a), _proxy(r, b))):
+        floor = r.add("floordiv", a, b)
+        is_negative = r.add("xor", r.add("lt", a, 0), r.add("lt", b, 0))
+        has_rest = r.add("ne", r.add("mul", floor, b), a)
+        return r.add("add", floor, r.add("int", r.add("and", is_negative, has_rest)))
     quotient = r.add("div", a, b)
-    if rounding_mode is None:
-        return quotient
-    whole = r.add("trunc", quotient)
-    integers = all(p.kind != FLOAT for p in (_proxy(r, a), _proxy(r, b)))
-    return r.add("int", whole) if integers else whole
+    return quotient if rounding_mode is None else r.add("trunc", quotient)
 
 
 def _proxy(r: Recorder, x: Any) -> Proxy:
