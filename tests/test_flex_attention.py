@@ -171,6 +171,22 @@ def test_keys_of_one_batch_entry():
     torch.testing.assert_close(ours.flex_attention(q, k[:1], v[:1], block_mask=mask), exact)
 
 
+def test_autocast_and_narrow_keys():
+    q, k, v = tensors(kv_heads=4)
+    for is_on, keys, values in (
+        (True, k, v.bfloat16()), (True, k, v), (False, k, v.bfloat16()), (False, k.half(), v.bfloat16())
+    ):  # fmt: skip
+        with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16, enabled=is_on):
+            exact = theirs.flex_attention(q, keys, values)
+            found = ours.flex_attention(q, keys, values)
+        torch.testing.assert_close(found, exact, rtol=2e-2, atol=2e-2)
+    narrow = v.bfloat16().requires_grad_()
+    ours.flex_attention(q, k, narrow).sum().backward()
+    assert narrow.grad.dtype == torch.bfloat16
+    with pytest.raises(TypeError, match="dtype"):
+        ours.flex_attention(q.bfloat16(), k, v)
+
+
 def test_long_masks_take_no_square_of_memory(monkeypatch):
     """Of 2^20 x 2^20 elements, a few tiles are looked at together."""
     looked = []
