@@ -247,6 +247,12 @@ def test_what_a_function_asks_tensors_for_is_seen():
         ({"mask_mod": lambda b, h, i, j: i < 10**30}, TypeError, "10+ must be an integer of 64 bits.*line"),
         ({"mask_mod": lambda b, h, i, j: (i + 1) ** -1 > 0}, TypeError, "no negative power.*line"),
         ({"mask_mod": lambda b, h, i, j: torch.ones(6).to_sparse()[i] > 0}, TypeError, "sparse.*dense.*line"),
+        (
+            {"mask_mod": lambda b, h, i, j: torch.max(i) > 0},
+            NotImplementedError,
+            "max takes two tensors.*line",
+        ),
+        ({"mask_mod": lambda b, h, i, j: i.min(0) > 0}, NotImplementedError, "min takes two tensors.*line"),
         ({"mask_mod": lambda b, h, i, j: i.item() > 0}, TypeError, "no value while the function is traced"),
         (
             {"mask_mod": lambda b, h, i, j: i.foo() > 0},

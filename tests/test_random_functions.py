@@ -161,3 +161,26 @@ def test_integers_that_float32_rounds():
         for backend in ("llvm", "tiled"):
             found = tilewise.attention(x, x, x, mask_mod=mask_mod, backend=backend)
             torch.testing.assert_close(found, exact)
+
+
+def test_shifts_of_numbers_extremes_of_two_and_nan():
+    x, h, i, j = (
+        torch.randn(1, 40, 2, 4),
+        torch.arange(2)[:, None, None],
+        torch.arange(40)[:, None],
+        torch.arange(40),
+    )
+    numbers = torch.where(j % 7 == 0, torch.nan, j * 0.1)
+    numbers[24:] = torch.nan
+    for mask_mod in (
+        lambda b, h, i, j: (i - j) % (2 << h) == 0,
+        lambda b, h, i, j: (32 >> h) <= i + j,
+        lambda b, h, i, j: torch.max(i - j, j) % 3 == 0,
+        lambda b, h, i, j: torch.min(i - j, other=j).max(h) % 3 == 0,
+        lambda b, h, i, j: torch.isnan(numbers[j]) | (i == j),
+        lambda b, h, i, j: ~(numbers[j] - i).isnan() | (i == j),
+    ):
+        exact = tilewise.attention(x, x, x, mask=mask_mod(0, h, i, j).expand(1, 2, 40, 40))
+        for backend in ("llvm", "tiled"):
+            found = tilewise.attention(x, x, x, mask_mod=mask_mod, backend=backend)
+            torch.testing.assert_close(found, exact)
