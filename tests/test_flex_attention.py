@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from torch.nn.attention import flex_attention as theirs
@@ -250,8 +251,15 @@ def test_bad_arguments(options, error, message):
         ours.flex_attention(*tensors(), **({"enable_gqa": True} | options))
 
 
+def test_sizes_may_be_numpys():
+    found = ours.create_block_mask(MASKS["window"], 2, np.int32(3), np.int64(381), 381, "cpu", np.int64(64))
+    exact = ours.create_block_mask(MASKS["window"], 2, 3, 381, 381, "cpu", 64)
+    assert torch.equal(found.to_dense(), exact.to_dense()) and found.shape == exact.shape
+    assert all(type(n) is int for n in (*found.shape, *found.BLOCK_SIZE))
+
+
 def test_bad_sizes():
-    for sizes in ((None, None, 0, 8), (None, True, 8, 8)):
+    for sizes in ((None, None, 0, 8), (None, True, 8, 8), (None, None, 8, 8.0)):
         with pytest.raises(ValueError, match="at least 1"):
             ours.create_block_mask(MASKS["causal"], *sizes, device="cpu")
     with pytest.raises(NotImplementedError, match="compute_dq_write_order"):

@@ -164,12 +164,8 @@ def test_integers_that_float32_rounds():
 
 
 def test_shifts_of_numbers_extremes_of_two_and_nan():
-    x, h, i, j = (
-        torch.randn(1, 40, 2, 4),
-        torch.arange(2)[:, None, None],
-        torch.arange(40)[:, None],
-        torch.arange(40),
-    )
+    x, j = torch.randn(1, 40, 2, 4), torch.arange(40)
+    h, i = torch.arange(2)[:, None, None], j[:, None]
     numbers = torch.where(j % 7 == 0, torch.nan, j * 0.1)
     numbers[24:] = torch.nan
     for mask_mod in (
