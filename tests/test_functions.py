@@ -221,6 +221,27 @@ def test_what_a_function_asks_tensors_for_is_seen():
             )
 
 
+def test_the_default_dtype_and_layouts_are_seen():
+    x, default = torch.randn(1, 12, 1, 4, dtype=torch.double), torch.get_default_dtype()
+
+    def by_dtype(b, h, i, j):
+        return j <= i if torch.get_default_dtype() == torch.float32 else j >= i
+
+    def by_table(table):
+        return lambda b, h, i, j: table[j] > 0
+
+    try:
+        for dtype, window in ((torch.float32, (None, 0)), (torch.float64, (0, None))):
+            torch.set_default_dtype(dtype)
+            found = tilewise.attention(x, x, x, mask_mod=by_dtype)
+            close(found, tilewise.attention(x, x, x, window=window))
+    finally:
+        torch.set_default_dtype(default)
+    tilewise.attention(x, x, x, mask_mod=by_table(torch.ones(12)))
+    with pytest.raises(TypeError, match="sparse.*dense.*line"):
+        tilewise.attention(x, x, x, mask_mod=by_table(torch.ones(12).to_sparse()))
+
+
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
