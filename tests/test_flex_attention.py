@@ -251,6 +251,10 @@ def test_bad_arguments(options, error, message):
         ours.flex_attention(*tensors(), **({"enable_gqa": True} | options))
 
 
+def test_names_are_pytorchs():
+    assert set(theirs.__all__) == set(ours.__all__) and all(hasattr(ours, name) for name in ours.__all__)
+
+
 def test_sizes_may_be_numpys():
     found = ours.create_block_mask(MASKS["window"], 2, np.int32(3), np.int64(381), 381, "cpu", np.int64(64))
     exact = ours.create_block_mask(MASKS["window"], 2, 3, 381, 381, "cpu", 64)
