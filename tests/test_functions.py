@@ -13,6 +13,7 @@ import torch
 import tilewise
 from tilewise import reference
 from tilewise.core.functions import interval
+from tilewise.core.functions.captured import check_indices, pack
 from tilewise.core.functions.evaluate import Buffers
 from tilewise.core.functions.tile_map import EMPTY, FULL, edges, tile_kinds
 from tilewise.core.functions.trace import trace
@@ -238,7 +239,7 @@ def test_the_default_dtype_and_layouts_are_seen():
     finally:
         torch.set_default_dtype(default)
     tilewise.attention(x, x, x, mask_mod=by_table(torch.ones(12)))
-    with pytest.raises(TypeError, match="sparse.*dense.*line"):
+    with pytest.raises(TypeError, match=r"sparse.*dense.*line"):
         tilewise.attention(x, x, x, mask_mod=by_table(torch.ones(12).to_sparse()))
 
 
@@ -292,6 +293,19 @@ def test_a_kernel_names_the_line_too():
     x, table = torch.randn(1, 6, 1, 4), torch.ones(3)
     with pytest.raises(IndexError, match=r"shape \(3,\) is out of range \(line .*test_functions.py"):
         tilewise.attention(x, x, x, mask_mod=lambda b, h, i, j: table[i] > 0, backend="llvm")
+
+
+def test_wrong_indices_make_no_tile_empty():
+    """But where it is empty whatever they read."""
+    keep = torch.arange(64) < 63  # the nearest place to those behind it hides
+    one, blocks = edges(1, 1), edges(128, 16)
+    for mask_mod, kind in ((lambda b, h, i, j: keep[j], 1), (lambda b, h, i, j: (j < 64) & keep[j], EMPTY)):
+        found = trace(mask_mod, None)
+        kinds = tile_kinds(check_indices(found, (1, 1, 1, 128)), pack(found, keep), one, one, one, blocks)
+        assert kinds.flatten().tolist() == [FULL] * 3 + [1] + [kind] * 4
+    x = torch.randn(1, 900, 1, 8)
+    with pytest.raises(IndexError, match="out of range"):
+        tilewise.attention(x, x, x, mask_mod=lambda b, h, i, j: keep[j], backend="llvm")
 
 
 def test_other_backends_refuse():
