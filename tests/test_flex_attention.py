@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from torch.nn.attention import flex_attention as theirs
@@ -171,6 +172,22 @@ def test_keys_of_one_batch_entry():
     torch.testing.assert_close(ours.flex_attention(q, k[:1], v[:1], block_mask=mask), exact)
 
 
+def test_autocast_and_narrow_keys():
+    q, k, v = tensors(kv_heads=4)
+    for is_on, keys, values in (
+        (True, k, v.bfloat16()), (True, k, v), (False, k, v.bfloat16()), (False, k.half(), v.bfloat16())
+    ):  # fmt: skip
+        with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16, enabled=is_on):
+            exact = theirs.flex_attention(q, keys, values)
+            found = ours.flex_attention(q, keys, values)
+        torch.testing.assert_close(found, exact, rtol=2e-2, atol=2e-2)
+    narrow = v.bfloat16().requires_grad_()
+    ours.flex_attention(q, k, narrow).sum().backward()
+    assert narrow.grad.dtype == torch.bfloat16
+    with pytest.raises(TypeError, match="dtype"):
+        ours.flex_attention(q.bfloat16(), k, v)
+
+
 def test_long_masks_take_no_square_of_memory(monkeypatch):
     """Of 2^20 x 2^20 elements, a few tiles are looked at together."""
     looked = []
@@ -234,8 +251,19 @@ def test_bad_arguments(options, error, message):
         ours.flex_attention(*tensors(), **({"enable_gqa": True} | options))
 
 
+def test_names_are_pytorchs():
+    assert set(theirs.__all__) == set(ours.__all__) and all(hasattr(ours, name) for name in ours.__all__)
+
+
+def test_sizes_may_be_numpys():
+    found = ours.create_block_mask(MASKS["window"], 2, np.int32(3), np.int64(381), 381, "cpu", np.int64(64))
+    exact = ours.create_block_mask(MASKS["window"], 2, 3, 381, 381, "cpu", 64)
+    assert torch.equal(found.to_dense(), exact.to_dense()) and found.shape == exact.shape
+    assert all(type(n) is int for n in (*found.shape, *found.BLOCK_SIZE))
+
+
 def test_bad_sizes():
-    for sizes in ((None, None, 0, 8), (None, True, 8, 8)):
+    for sizes in ((None, None, 0, 8), (None, True, 8, 8), (None, None, 8, 8.0)):
         with pytest.raises(ValueError, match="at least 1"):
             ours.create_block_mask(MASKS["causal"], *sizes, device="cpu")
     with pytest.raises(NotImplementedError, match="compute_dq_write_order"):

@@ -13,6 +13,7 @@ import torch
 import tilewise
 from tilewise import reference
 from tilewise.core.functions import interval
+from tilewise.core.functions.captured import check_indices, pack
 from tilewise.core.functions.evaluate import Buffers
 from tilewise.core.functions.tile_map import EMPTY, FULL, edges, tile_kinds
 from tilewise.core.functions.trace import trace
@@ -221,6 +222,27 @@ def test_what_a_function_asks_tensors_for_is_seen():
             )
 
 
+def test_the_default_dtype_and_layouts_are_seen():
+    x, default = torch.randn(1, 12, 1, 4, dtype=torch.double), torch.get_default_dtype()
+
+    def by_dtype(b, h, i, j):
+        return j <= i if torch.get_default_dtype() == torch.float32 else j >= i
+
+    def by_table(table):
+        return lambda b, h, i, j: table[j] > 0
+
+    try:
+        for dtype, window in ((torch.float32, (None, 0)), (torch.float64, (0, None))):
+            torch.set_default_dtype(dtype)
+            found = tilewise.attention(x, x, x, mask_mod=by_dtype)
+            close(found, tilewise.attention(x, x, x, window=window))
+    finally:
+        torch.set_default_dtype(default)
+    tilewise.attention(x, x, x, mask_mod=by_table(torch.ones(12)))
+    with pytest.raises(TypeError, match=r"sparse.*dense.*line"):
+        tilewise.attention(x, x, x, mask_mod=by_table(torch.ones(12).to_sparse()))
+
+
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
@@ -247,6 +269,12 @@ def test_what_a_function_asks_tensors_for_is_seen():
         ({"mask_mod": lambda b, h, i, j: i < 10**30}, TypeError, "10+ must be an integer of 64 bits.*line"),
         ({"mask_mod": lambda b, h, i, j: (i + 1) ** -1 > 0}, TypeError, "no negative power.*line"),
         ({"mask_mod": lambda b, h, i, j: torch.ones(6).to_sparse()[i] > 0}, TypeError, "sparse.*dense.*line"),
+        (
+            {"mask_mod": lambda b, h, i, j: torch.max(i) > 0},
+            NotImplementedError,
+            "max takes two tensors.*line",
+        ),
+        ({"mask_mod": lambda b, h, i, j: i.min(0) > 0}, NotImplementedError, "min takes two tensors.*line"),
         ({"mask_mod": lambda b, h, i, j: i.item() > 0}, TypeError, "no value while the function is traced"),
         (
             {"mask_mod": lambda b, h, i, j: i.foo() > 0},
@@ -265,6 +293,19 @@ def test_a_kernel_names_the_line_too():
     x, table = torch.randn(1, 6, 1, 4), torch.ones(3)
     with pytest.raises(IndexError, match=r"shape \(3,\) is out of range \(line .*test_functions.py"):
         tilewise.attention(x, x, x, mask_mod=lambda b, h, i, j: table[i] > 0, backend="llvm")
+
+
+def test_wrong_indices_make_no_tile_empty():
+    """But where it is empty whatever they read."""
+    keep = torch.arange(64) < 63  # the nearest place to those behind it hides
+    one, blocks = edges(1, 1), edges(128, 16)
+    for mask_mod, kind in ((lambda b, h, i, j: keep[j], 1), (lambda b, h, i, j: (j < 64) & keep[j], EMPTY)):
+        found = trace(mask_mod, None)
+        kinds = tile_kinds(check_indices(found, (1, 1, 1, 128)), pack(found, keep), one, one, one, blocks)
+        assert kinds.flatten().tolist() == [FULL] * 3 + [1] + [kind] * 4
+    x = torch.randn(1, 900, 1, 8)
+    with pytest.raises(IndexError, match="out of range"):
+        tilewise.attention(x, x, x, mask_mod=lambda b, h, i, j: keep[j], backend="llvm")
 
 
 def test_other_backends_refuse():

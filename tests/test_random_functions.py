@@ -145,3 +145,38 @@ def test_shifts_by_any_number():
         for backend in ("llvm", "tiled"):
             found = tilewise.attention(x, x, x, mask_mod=mask_mod, backend=backend)
             torch.testing.assert_close(found, exact)
+
+
+def test_integers_that_float32_rounds():
+    """Quotients towards 0 and their rests, of both signs."""
+    x, i, j = torch.randn(1, 40, 1, 4), torch.arange(40)[:, None], torch.arange(40)
+    big, divisors = 2**40 + 12345 * torch.arange(40), torch.tensor([-3, -2, -1, 1, 2, 5])
+    for mask_mod in (
+        lambda b, h, i, j: torch.div(i * 1000003 + j, 7, rounding_mode="trunc") % 2 == 0,
+        lambda b, h, i, j: torch.div((i - j) * 1000003, -7, rounding_mode="trunc") % 2 == 0,
+        lambda b, h, i, j: torch.fmod(big[j], 3) == 1,
+        lambda b, h, i, j: torch.fmod((i - j) * big[j], divisors[i % 6]) >= 0,
+    ):
+        exact = tilewise.attention(x, x, x, mask=mask_mod(0, 0, i, j))
+        for backend in ("llvm", "tiled"):
+            found = tilewise.attention(x, x, x, mask_mod=mask_mod, backend=backend)
+            torch.testing.assert_close(found, exact)
+
+
+def test_shifts_of_numbers_extremes_of_two_and_nan():
+    x, j = torch.randn(1, 40, 2, 4), torch.arange(40)
+    h, i = torch.arange(2)[:, None, None], j[:, None]
+    numbers = torch.where(j % 7 == 0, torch.nan, j * 0.1)
+    numbers[24:] = torch.nan
+    for mask_mod in (
+        lambda b, h, i, j: (i - j) % (2 << h) == 0,
+        lambda b, h, i, j: (32 >> h) <= i + j,
+        lambda b, h, i, j: torch.max(i - j, j) % 3 == 0,
+        lambda b, h, i, j: torch.min(i - j, other=j).max(h) % 3 == 0,
+        lambda b, h, i, j: torch.isnan(numbers[j]) | (i == j),
+        lambda b, h, i, j: ~(numbers[j] - i).isnan() | (i == j),
+    ):
+        exact = tilewise.attention(x, x, x, mask=mask_mod(0, h, i, j).expand(1, 2, 40, 40))
+        for backend in ("llvm", "tiled"):
+            found = tilewise.attention(x, x, x, mask_mod=mask_mod, backend=backend)
+            torch.testing.assert_close(found, exact)

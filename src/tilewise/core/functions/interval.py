@@ -7,6 +7,7 @@ ends are NaN may be anything, NaN included; comparisons with it are never certai
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import NamedTuple
@@ -139,19 +140,19 @@ class Intervals:
             self.may_be_outside = torch.ones_like(self.may_be_outside)
             return self._anything(kind)
         table = buffer.detach()[begin : begin + size].view(shape)
-        indices = [self.known[a] for a in node.args]
+        indices, is_wrong = [self.known[a] for a in node.args], None
         if n in self.functions.guarded:
-            for (low, high), extent in zip(indices, shape):
-                self.may_be_outside = self.may_be_outside | (low < -extent) | (high >= extent)
+            wrong = [(low < -extent) | (high >= extent) for (low, high), extent in zip(indices, shape)]
+            is_wrong = functools.reduce(torch.logical_or, wrong)
+            self.may_be_outside = self.may_be_outside | is_wrong
             indices = [_index(x, extent) for x, extent in zip(indices, shape)]
         names = (self.graph.nodes[a].op for a in node.args)
         spans: list[Blocks | None] = [getattr(self.ranges, name, None) for name in names]
         found = _least_and_greatest(table, indices, [span and span.widest for span in spans])
-        return (
-            _cast(found, INT, BOOL)
-            if kind == BOOL
-            else (found[0].to(_DTYPES[kind]), found[1].to(_DTYPES[kind]))
-        )
+        ends = _cast(found, INT, BOOL) if kind == BOOL else tuple(t.to(_DTYPES[kind]) for t in found)
+        if is_wrong is not None:  # which number is read then, no two backends agree on
+            ends = tuple(torch.where(is_wrong, any_, t) for any_, t in zip(self._anything(kind), ends))
+        return ends[0], ends[1]
 
 
 def _index(index: Interval, size: int) -> Interval:

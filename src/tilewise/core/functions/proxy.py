@@ -195,6 +195,17 @@ def _binary(op: str, swap: bool = False) -> Callable[..., Proxy]:
     return method
 
 
+def _of_two(op: str) -> Callable[..., Proxy]:
+    """torch.max and torch.min, whose second operand may be a dimension."""
+
+    def method(r: Recorder, input: Any, other: Any = None, **dim: Any) -> Proxy:
+        if dim or not isinstance(other, Proxy | PartOfTensor | Tensor):
+            raise NotImplementedError(f"{op[:3]} takes two tensors here, as torch.{op}")
+        return r.add(op, input, other)
+
+    return method
+
+
 def _scaled(op: str) -> Callable[..., Proxy]:
     """add and sub, which have an alpha."""
 
@@ -207,12 +218,13 @@ def _scaled(op: str) -> Callable[..., Proxy]:
 def _div(r: Recorder, a: Any, b: Any, *, rounding_mode: str | None = None) -> Proxy:
     if rounding_mode == "floor":
         return r.add("floordiv", a, b)
+    if rounding_mode == "trunc" and all(p.kind != FLOAT for p in (_proxy(r, a), _proxy(r, b))):
+        floor = r.add("floordiv", a, b)
+        is_negative = r.add("xor", r.add("lt", a, 0), r.add("lt", b, 0))
+        has_rest = r.add("ne", r.add("mul", floor, b), a)
+        return r.add("add", floor, r.add("int", r.add("and", is_negative, has_rest)))
     quotient = r.add("div", a, b)
-    if rounding_mode is None:
-        return quotient
-    whole = r.add("trunc", quotient)
-    integers = all(p.kind != FLOAT for p in (_proxy(r, a), _proxy(r, b)))
-    return r.add("int", whole) if integers else whole
+    return quotient if rounding_mode is None else r.add("trunc", quotient)
 
 
 def _proxy(r: Recorder, x: Any) -> Proxy:
@@ -299,7 +311,7 @@ _BINARY = {op: op for op in ("mul", "pow", "minimum", "maximum", *COMPARISONS, "
 }  # fmt: skip
 _SWAPPED = {
     "gt": "lt", "ge": "le", "greater": "lt", "greater_equal": "le", "rsub": "sub", "rtruediv": "div",
-    "rdiv": "div", "rfloordiv": "floordiv", "rmod": "mod", "rpow": "pow",
+    "rdiv": "div", "rfloordiv": "floordiv", "rmod": "mod", "rpow": "pow", "rlshift": "shl", "rrshift": "shr",
 }  # fmt: skip
 METHODS: dict[str, Callable[..., Any]] = {
     "add": _scaled("add"), "sub": _scaled("sub"), "subtract": _scaled("sub"),
@@ -315,6 +327,7 @@ METHODS: dict[str, Callable[..., Any]] = {
     "reciprocal": lambda r, x: r.add("div", 1.0, x),
     "rsqrt": lambda r, x: r.add("div", 1.0, r.add("sqrt", x)),
     "sigmoid": _sigmoid, "relu": _relu,
+    "max": _of_two("maximum"), "min": _of_two("minimum"), "isnan": lambda r, x: r.add("ne", x, x),
     "exp2": lambda r, x: r.add("exp", r.add("mul", x, math.log(2))),
     "log2": lambda r, x: r.add("mul", r.add("log", x), 1 / math.log(2)),
     "sign": lambda r, x: r.add("sub", r.add("int", r.add("lt", 0, x)), r.add("int", r.add("lt", x, 0))),
@@ -337,7 +350,7 @@ for _name in (
     "xor", "lshift", "rshift", "neg", "pos", "abs", "invert",
 ):  # fmt: skip
     setattr(Proxy, f"__{_name}__", _operator(_name))
-for _name in ("sub", "truediv", "floordiv", "mod", "pow"):
+for _name in ("sub", "truediv", "floordiv", "mod", "pow", "lshift", "rshift"):
     setattr(Proxy, f"__r{_name}__", _operator(f"r{_name}"))
 for _name in ("add", "mul", "and", "or", "xor"):
     setattr(Proxy, f"__r{_name}__", _operator(_name))

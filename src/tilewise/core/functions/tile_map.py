@@ -29,8 +29,9 @@ def tile_kinds(
 ) -> Tensor:
     """EMPTY, PARTIAL or FULL of every tile that the ranges of b, h, i and j span.
 
-    EMPTY and FULL are certain: no key, or every key, is visible to every query of the tile, and no index of a
-    FULL one is out of range. A key is hidden too where the score function makes its score -inf for certain.
+    EMPTY and FULL are certain: no key, or every key, is visible to every query of the tile. No index of a
+    FULL one is out of range, and an EMPTY one is that whatever such an index reads. A key is hidden too where
+    the score function makes its score -inf for certain.
 
     Args:
         b, h, i, j: ranges, whose first and last positions are 1-D int64 tensors.

@@ -51,8 +51,9 @@ def trace(
     """The functions of one call.
 
     A trace is kept by the functions' code, what they close over, their defaults and the globals that they
-    read; of tensors among these the dtype, rank and device count, not the values. Functions that hold
-    something else, as objects with attributes, or ask a tensor for its numbers, are traced in every call.
+    read; of tensors among these the dtype, rank, device and layout count, not the values; and by PyTorch's
+    default dtype. Functions that hold something else, as objects with attributes, or ask a tensor for its
+    numbers, are traced in every call.
 
     Args:
         wants_grad: of captured tensors that require a gradient; not under torch.no_grad.
@@ -64,7 +65,8 @@ def trace(
     """
     walk = _Walk()
     try:
-        key: Any = (walk.key(mask_mod), walk.key(score_mod), wants_grad, device, walk.key(first))
+        kept_by = wants_grad, device, torch.get_default_dtype()
+        key: Any = (walk.key(mask_mod), walk.key(score_mod), walk.key(first), *kept_by)
     except _Unknown:
         key = None
     known = _known.get(key) if key is not None else None
@@ -224,7 +226,7 @@ class _Walk:
         if isinstance(value, Tensor):
             self.tensors.append(value)
             same = [n for n, t in enumerate(self.tensors) if t is value]
-            return Tensor, same[0], value.dtype, value.ndim, value.device, value.requires_grad
+            return Tensor, same[0], value.dtype, value.ndim, value.device, value.requires_grad, value.layout
         if isinstance(value, tuple | list):
             return type(value), tuple(map(self.key, value))
         if isinstance(value, dict):

@@ -3,6 +3,7 @@
 A `BlockMask` of PyTorch's is taken here, and one made here is taken there.
 """
 
+from torch.nn.attention import flex_attention as theirs
 from torch.nn.attention.flex_attention import (
     AuxOutput,
     AuxRequest,
@@ -26,3 +27,7 @@ __all__ = [
     "noop_mask",
     "or_masks",
 ]
+
+if hasattr(theirs, "FlexKernelOptions"):  # not in every release
+    FlexKernelOptions = theirs.FlexKernelOptions
+    __all__ += ["FlexKernelOptions"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Never
 
+import torch
 from torch import Tensor
 from torch.nn.attention import flex_attention as theirs
 
@@ -11,6 +12,7 @@ from tilewise.api import attention
 from tilewise.core.checks import check_flag, check_known, check_tensors, shown
 from tilewise.core.functions.call import ScoreFunction
 from tilewise.core.statistics import Aux
+from tilewise.faces.autocast import autocast
 
 
 def flex_attention(
@@ -30,7 +32,8 @@ def flex_attention(
     """Drop-in for `torch.nn.attention.flex_attention.flex_attention`; needs no `torch.compile`.
 
     Gradients reach query, key, value and the floating-point tensors that score_mod captures, on CPUs too,
-    with second derivatives, forward mode and `torch.func.grad`. Lengths may be any.
+    with second derivatives, forward mode and `torch.func.grad`. Lengths may be any. Keys and values of a
+    narrower dtype are widened to query's; under autocast all but float64 take autocast's dtype.
 
     Args:
         query: (batch, num_heads, seqlen_q, head_dim).
@@ -81,6 +84,8 @@ def flex_attention(
         raise ValueError(
             f"query has {query.shape[1]} heads and key {key.shape[1]}: they must be equal, or enable_gqa=True"
         )
+    query, key, value = autocast(query, key, value)
+    key, value = _widened(query.dtype, key, value)
     if block_mask is not None and key.shape[0] == value.shape[0] == 1:
         key, value = (t.expand(query.shape[0], -1, -1, -1) for t in (key, value))
     found: Any = attention(
@@ -92,6 +97,13 @@ def flex_attention(
     out, *more = found if wants_lse or wants_max else (found,)
     lse = more[0] if wants_lse else None
     return out, theirs.AuxOutput(lse=lse, max_scores=more[-1].row_max if wants_max else None)
+
+
+def _widened(dtype: torch.dtype, *tensors: Tensor) -> list[Tensor]:
+    """Floating-point tensors of a narrower dtype in this one."""
+    return [
+        t.to(dtype) if t.dtype.is_floating_point and t.dtype.itemsize < dtype.itemsize else t for t in tensors
+    ]
 
 
 def _check_request(return_lse: bool, return_aux: Any) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+from numbers import Integral
 from typing import Any, Never
 
 import torch
@@ -93,10 +95,9 @@ def create_block_mask(
     if compute_dq_write_order:
         raise NotImplementedError("compute_dq_write_order=True: torch.nn.attention.flex_attention makes it")
     blocks: Any = BLOCK_SIZE if isinstance(BLOCK_SIZE, tuple | list) else (BLOCK_SIZE, BLOCK_SIZE)
-    sizes = {"B": 1 if B is None else B, "H": 1 if H is None else H, "Q_LEN": Q_LEN, "KV_LEN": KV_LEN}
-    for name, size in (*sizes.items(), *(("BLOCK_SIZE", size) for size in blocks)):
-        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-            raise ValueError(f"{name}={shown(size)} must be an integer of at least 1")
+    blocks = [_size("BLOCK_SIZE", n) for n in blocks]
+    given = {"B": 1 if B is None else B, "H": 1 if H is None else H, "Q_LEN": Q_LEN, "KV_LEN": KV_LEN}
+    sizes = {name: _size(name, n) for name, n in given.items()}
     if len(blocks) != 2:
         raise ValueError(f"BLOCK_SIZE={shown(BLOCK_SIZE)} must be an integer or two")
     device = torch.device(device or torch.accelerator.current_accelerator() or "cpu")
@@ -113,10 +114,17 @@ def create_block_mask(
     partial, full = (kinds == PARTIAL, kinds == FULL) if separate_full_blocks else (kinds > 0, None)
     index = (*_ordered(partial), *_ordered(full))
     by_key = (*_ordered(partial.mT), *_ordered(None if full is None else full.mT))
-    lengths = (Q_LEN, KV_LEN)
+    lengths = (sizes["Q_LEN"], sizes["KV_LEN"])
     mask = BlockMask(lengths, *index, *by_key, BLOCK_SIZE=tuple(blocks), mask_mod=mask_mod)
     mask._origin = (mask_mod, index, functions.hides_by, versions(index))
     return mask
+
+
+def _size(name: str, n: Any) -> int:
+    """A size as an int, which may be NumPy's."""
+    if not isinstance(n, Integral) or isinstance(n, bool) or n < 1:
+        raise ValueError(f"{name}={shown(n)} must be an integer of at least 1")
+    return operator.index(n)
 
 
 def _ordered(dense: Tensor | None) -> tuple[Any, Any]:
