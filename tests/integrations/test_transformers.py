@@ -469,6 +469,32 @@ def test_pattern_mask_is_a_mask_to_anyone_else():
     torch.testing.assert_close(attention_forward(module, q, k, k, make_mask(*arguments))[0], expected)
 
 
+@pytest.mark.parametrize("given", ["nothing", "bool", "float", "packed", "pattern"])
+def test_keys_chosen_by_index_combine_with_every_mask(given):
+    q, k, v = torch.randn(3, 2, 4, 9, 8).unbind(0)
+    indices = torch.rand(2, 9, 9).topk(3).indices.to(torch.int32)
+    indices[..., 0] = 0
+    chosen = torch.zeros(2, 9, 9, dtype=torch.bool).scatter(-1, indices.long(), True)[:, None]
+    causal = torch.ones(9, 9, dtype=torch.bool).tril()
+    visible, mask, packed = causal & chosen, None, {}
+    if given == "bool":
+        mask = causal.expand(2, 1, 9, 9)
+    elif given == "float":
+        mask = torch.zeros(2, 1, 9, 9).masked_fill(~causal, -torch.inf)
+    elif given == "packed":
+        starts = torch.tensor([0, 9, 18], dtype=torch.int32)
+        packed = {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts}
+    elif given == "pattern":
+        padding = torch.ones(2, 9, dtype=torch.long)
+        padding[:, 4] = 0
+        mask = make_mask(9, 9, masks.causal_mask_function, padding)
+        assert isinstance(mask, PatternMask)
+        visible = visible & padding.bool()[:, None, None]
+    out, _ = attention_forward(nn.Module(), q, k, v, mask, indices=indices, **packed)
+    expected = nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=visible)
+    assert_close(out.transpose(1, 2), expected, FLOAT32)
+
+
 def test_packed_sequences_combine_with_padding_and_position_bias():
     module, q, bias = nn.Module(), torch.randn(1, 2, 9, 4), torch.randn(1, 2, 9, 9)
     starts, ids = torch.tensor([0, 4, 9]), torch.tensor([0] * 4 + [1] * 5)

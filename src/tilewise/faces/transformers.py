@@ -95,6 +95,8 @@ def attention_forward(
     is_causal: bool | None = None,
     s_aux: Tensor | None = None,
     position_bias: Tensor | None = None,
+    indices: Tensor | None = None,
+    block_indices: Tensor | None = None,
     cu_seq_lens_q: Tensor | None = None,
     cu_seq_lens_k: Tensor | None = None,
     max_length_q: int | None = None,
@@ -115,6 +117,8 @@ def attention_forward(
         is_causal: None asks the module, which is causal unless it says otherwise.
         s_aux: one sink logit a head.
         position_bias: added to the scores, (1 or batch, num_heads, seqlen_q, seqlen_k).
+        indices: the only keys that a query may see, (batch, seqlen_q, count), of DeepSeek's sparse attention.
+        block_indices: refused, MiniMax-M3's sparse attention.
         cu_seq_lens_q, cu_seq_lens_k: offsets of packed sequences in the flattened (batch * seqlen) tokens.
         output_attentions: also return the weights of `weight_rows`, see `register`.
 
@@ -126,6 +130,11 @@ def attention_forward(
         raise NotImplementedError(
             "output_attentions=True asks for the matrix of weights, which tilewise does not form: "
             "register(weight_rows=(-1,)) gives single rows, attn_implementation='eager' all"
+        )
+    if block_indices is not None:
+        raise NotImplementedError(
+            "block_indices asks for sparse attention by blocks of keys, which tilewise does not do: "
+            "attn_implementation='eager' does"
         )
     query, key, value = autocast(query, key, value)
     seqlen_q, seqlen_k = query.shape[2], key.shape[2]
@@ -149,9 +158,13 @@ def attention_forward(
     elif attention_mask is None:
         options |= _module_options(module, is_causal, sliding_window)
 
-    if starts is not None and attention_mask is None and position_bias is None and not output_attentions:
+    is_plain = attention_mask is None and position_bias is None and indices is None
+    if starts is not None and is_plain and not output_attentions:
         return _attend_packed(query, key, value, starts, longest, options), None
     mask, bias = _mask_and_bias(attention_mask, position_bias)
+    if indices is not None:
+        chosen = _chosen(indices, seqlen_k)
+        mask = chosen if mask is None else mask & chosen
     if starts is not None:
         same = _same_sequence(*starts, query.shape[0], seqlen_q, seqlen_k)
         mask = same if mask is None else mask & same
@@ -204,6 +217,12 @@ def _mask_and_bias(
         dtype = attention_mask.dtype
         raise TypeError(f"attention_mask.dtype={dtype} must be torch.bool (True = attend) or floating-point")
     return None, attention_mask if position_bias is None else attention_mask + position_bias
+
+
+def _chosen(indices: Tensor, seqlen_k: int) -> Tensor:
+    """Bool (batch, 1, seqlen_q, seqlen_k): the key is one of the query's."""
+    chosen = indices.new_zeros((*indices.shape[:2], seqlen_k), dtype=torch.bool)
+    return chosen.scatter(-1, indices.long(), True)[:, None]
 
 
 def _same_sequence(starts_q: Tensor, starts_k: Tensor, batch: int, seqlen_q: int, seqlen_k: int) -> Tensor:
