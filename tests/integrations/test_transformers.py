@@ -478,9 +478,9 @@ def test_pattern_mask_is_a_mask_to_anyone_else():
     expected = tilewise.attention(q, q, q, mask=changed, layout="bhsd").transpose(1, 2)
     torch.testing.assert_close(attention_forward(module, q, q, q, mask)[0], expected)
 
-    k = torch.randn(2, 1, 7, 4)  # fewer keys than the mask was made for
-    expected = tilewise.attention(q, k, k, mask=full[..., :7], layout="bhsd").transpose(1, 2)
-    torch.testing.assert_close(attention_forward(module, q, k, k, make_mask(*arguments))[0], expected)
+    k = torch.randn(2, 1, 7, 4)  # fewer keys than the mask was made for: which of them is not known
+    with pytest.raises(ValueError, match=r"attention_mask.shape=\(2, 1, 9, 9\) .* the 7 keys"):
+        attention_forward(module, q, k, k, make_mask(*arguments))
 
 
 @pytest.mark.parametrize("given", ["nothing", "bool", "float", "packed", "pattern"])
@@ -601,6 +601,8 @@ def test_attention_weights_are_not_given():
     ("mask", "error", "message"),
     [
         (torch.ones(1, 3, dtype=torch.bool), ValueError, r"attention_mask.shape=\(1, 3\) must be"),
+        (torch.ones(1, 1, 3, 5, dtype=torch.bool), ValueError, r"attention_mask.shape=\(1, 1, 3, 5\) .* 3 keys"),
+        (torch.zeros(1, 1, 3, 2), ValueError, r"attention_mask.shape=\(1, 1, 3, 2\) must have one column"),
         (torch.ones(1, 1, 3, 3, dtype=torch.long), TypeError, "attention_mask.dtype=torch.int64 must be"),
     ],
 )

@@ -161,16 +161,17 @@ def attention_forward(
     is_plain = attention_mask is None and position_bias is None and indices is None
     if starts is not None and is_plain and not output_attentions:
         return _attend_packed(query, key, value, starts, longest, options), None
-    mask, bias = _mask_and_bias(attention_mask, position_bias)
+    is_served = functions.is_served()  # by ranks: columns are those of the whole sequence
+    mask, bias = _mask_and_bias(attention_mask, position_bias, None if is_served else seqlen_k)
     if indices is not None:
         chosen = _chosen(indices, seqlen_k)
         mask = chosen if mask is None else mask & chosen
     if starts is not None:
         same = _same_sequence(*starts, query.shape[0], seqlen_q, seqlen_k)
         mask = same if mask is None else mask & same
-    if not functions.is_served():  # which wants columns of the whole sequence
-        mask, bias = (t if t is None or t.shape[-1] in (1, used_k) else t[..., :used_k] for t in (mask, bias))
     if used_k < seqlen_k:
+        if not is_served:
+            mask, bias = (t if t is None or t.shape[-1] != seqlen_k else t[..., :used_k] for t in (mask, bias))
         key, value = key[:, :, :used_k], value[:, :, :used_k]
     if output_attentions:
         options["return_aux"] = Aux(rows=weight_rows)
@@ -201,14 +202,17 @@ def _module_options(module: nn.Module, is_causal: bool | None, sliding_window: i
 
 
 def _mask_and_bias(
-    attention_mask: Tensor | None, position_bias: Tensor | None
+    attention_mask: Tensor | None, position_bias: Tensor | None, seqlen_k: int | None
 ) -> tuple[Tensor | None, Tensor | None]:
-    """What hides scores, and what is added to them."""
+    """What hides scores, and what is added to them. A seqlen_k of None is not held against the mask."""
     if attention_mask is None:
         return None, position_bias
     if attention_mask.ndim != 4:
         shape = tuple(attention_mask.shape)
         raise ValueError(f"attention_mask.shape={shape} must be (batch, heads, seqlen_q, seqlen_k)")
+    if seqlen_k is not None and attention_mask.shape[3] not in (1, seqlen_k):
+        shape = tuple(attention_mask.shape)
+        raise ValueError(f"attention_mask.shape={shape} must have one column for each of the {seqlen_k} keys")
     if isinstance(attention_mask, PatternMask):
         attention_mask = attention_mask.full()
     if attention_mask.dtype == torch.bool:
