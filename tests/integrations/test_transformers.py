@@ -601,7 +601,7 @@ def test_attention_weights_are_not_given():
     ("mask", "error", "message"),
     [
         (torch.ones(1, 3, dtype=torch.bool), ValueError, r"attention_mask.shape=\(1, 3\) must be"),
-        (torch.ones(1, 1, 3, 5, dtype=torch.bool), ValueError, r"attention_mask.shape=\(1, 1, 3, 5\) .* 3 keys"),
+        (torch.ones(1, 1, 3, 5, dtype=torch.bool), ValueError, r"shape=\(1, 1, 3, 5\) must .* 3 keys"),
         (torch.zeros(1, 1, 3, 2), ValueError, r"attention_mask.shape=\(1, 1, 3, 2\) must have one column"),
         (torch.ones(1, 1, 3, 3, dtype=torch.long), TypeError, "attention_mask.dtype=torch.int64 must be"),
     ],

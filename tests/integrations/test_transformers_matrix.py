@@ -1,12 +1,13 @@
 """Many architectures of transformers, tiny and random: with tilewise what they give with torch's SDPA.
 
 `calls` counts what each implementation is asked, so no architecture passes by falling back to its own code.
-Those that ask no implementation are listed in `OWN_CODE`, and a test holds the list to that.
+Those that ask no implementation are listed in `OWN_CODE` and `OWN_CLASSES`, and tests hold the lists to that.
 """
 
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -86,6 +87,12 @@ OWN_CODE = {  # their layers multiply queries and keys themselves
     "tapas": "masked", "xlm": "masked", "bloom": "causal", "codegen": "causal", "cpmant": "causal",
     "falcon_mamba": "causal", "gpt_neox_japanese": "causal", "mamba": "causal", "megatron-bert": "causal",
     "openai-gpt": "causal",
+}  # fmt: skip
+# Their layers take a class from a table by the implementation's name, which has transformers' own alone: other
+# names are a KeyError. The first line has SDPA in transformers, the second has not.
+OWN_CLASSES = {
+    "data2vec-vision", "deepseek_ocr2", "falcon", "sam", "sam_hq",
+    "bark", "git", "gpt_neo", "gptj", "superglue",
 }  # fmt: skip
 KINDS = {
     "causal": "AutoModelForCausalLM",
@@ -276,3 +283,20 @@ def test_those_with_code_of_their_own_are_refused_or_give_what_eager_gives(model
     eager, ours = outputs
     assert (ours - eager).abs().max() <= TOLERANCE * eager.abs().max()
     assert not calls or model_type == "codegen"  # which asks in newer releases
+
+
+def test_those_with_classes_by_name_are_listed():
+    models = Path(transformers.__file__).parent / "models"
+    found = {
+        path.stem.removeprefix("modeling_")
+        for path in models.glob("*/modeling_*.py")
+        if "_ATTENTION_CLASSES[" in path.read_text(encoding="utf-8")
+    }
+    assert found == {name.replace("-", "_") for name in OWN_CLASSES}
+
+
+@pytest.mark.parametrize("model_type", sorted(OWN_CLASSES - {"superglue"}))  # which AutoModel does not build
+def test_those_with_classes_by_name_know_no_other(model_type, calls):
+    config = transformers.AutoConfig.for_model(model_type)
+    with torch.device("meta"), pytest.raises(KeyError, match="tilewise"):
+        transformers.AutoModel.from_config(config, attn_implementation="tilewise")

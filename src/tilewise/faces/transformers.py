@@ -38,6 +38,9 @@ def register(name: str = "tilewise", *, weight_rows: Sequence[int] | None = None
     attention, sliding windows, softcap, sinks, position biases, dropout in training, padding, dynamic and
     static caches, and packed sequences (`cu_seq_lens_q`, `cu_seq_lens_k`, or position ids that restart).
     Models whose layers multiply queries and keys themselves, as BLOOM's, are refused or stay with eager.
+    Those that choose a class by name raise KeyError: Falcon, Data2Vec's vision model, SAM, SAM-HQ,
+    DeepSeek-OCR 2, GPT-J, GPT-Neo, GIT, Bark and SuperGlue.
+    Keys that DeepSeek-V3.2's kind chooses are a mask; MiniMax-M3's blocks of keys raise NotImplementedError.
     Continuous batching (`generate_batch`) goes by the name `"paged|" + name`, on GPUs and CPUs, up to release
     5.18; newer ones take only their own functions there, or `tilewise.compat.hf_kernels`.
     A padded query that sees no key gets 0, where the eager implementation gives the mean of the values.
@@ -171,7 +174,9 @@ def attention_forward(
         mask = same if mask is None else mask & same
     if used_k < seqlen_k:
         if not is_served:
-            mask, bias = (t if t is None or t.shape[-1] != seqlen_k else t[..., :used_k] for t in (mask, bias))
+            mask, bias = (
+                t[..., :used_k] if t is not None and t.shape[-1] == seqlen_k else t for t in (mask, bias)
+            )
         key, value = key[:, :, :used_k], value[:, :, :used_k]
     if output_attentions:
         options["return_aux"] = Aux(rows=weight_rows)
