@@ -219,7 +219,7 @@ for kernel in kernels:
 
 
 def test_a_kernel_has_the_same_key_in_every_process():
-    """Whatever was hashed before. Constants of one name have one value: Triton sorts them by their addresses."""
+    """Whatever was hashed before. Constants of one name have one value: Triton sorts them by addresses."""
     found = [
         subprocess.run([sys.executable, "-c", KEYS, order], capture_output=True, text=True, check=True).stdout
         for order in ("forward", "backward")

@@ -362,6 +362,40 @@ def shards_that_differ(group, change):
         return str(error)
 
 
+def few_tokens(group, kind, method, n):
+    """Of 3 ranks some have one token or none: gradients of what all ranks have, masks by rows, refusals."""
+    torch.manual_seed(7)
+    q = torch.randn(1, n, 6, 8, dtype=torch.float64)
+    table, slopes = torch.rand(n, dtype=torch.float64), torch.rand(6, dtype=torch.float64)
+    where, given = {"group": group, "seqlen": n, "method": method}, shard(q, group=group)
+    if kind == "mask":
+        mask = torch.rand(1, 1, n, n) < 0.7
+        exact = reference.attention(q, q, q, mask=mask)[0]
+        try:
+            out = context_parallel_attention(
+                given, given, given, mask=shard(mask, dim=2, group=group), **where
+            )
+        except (NotImplementedError, ValueError) as error:
+            return str(error)
+        return close(unshard(out, group=group, seqlen=n), exact, "out")
+    found = []
+    for is_shared in (False, True):
+        learned = [t.clone().requires_grad_() for t in (table, slopes)]
+        read = learned[0]
+        options = {"alibi_slopes": learned[1], "score_mod": lambda s, b, h, i, j, read=read: s + read[i] * s}
+        if is_shared:
+            out = context_parallel_attention(given, given, given, **where, **options)
+        else:
+            out = attention(q, q, q, **options)
+        out.square().sum().backward()
+        assert all(t.grad is not None for t in learned)
+        found.append([t.grad for t in learned])
+    for wanted, share in zip(*found):
+        torch.distributed.all_reduce(share, group=group)
+        close(share, wanted, "gradient")
+    return None
+
+
 def second_call(group, method, cu_seqlens):
     """A call like one before looks nothing up but what that found; one that differs is checked."""
     n, lead = 32, () if cu_seqlens else (1,)

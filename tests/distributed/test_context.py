@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-CASES = str(Path(__file__).parent / "user_cases.py")
+CASES = str(Path(__file__).parent / "context_cases.py")
 DOCUMENTS = [0, 10, 11, 43]
 
 

@@ -68,8 +68,8 @@ def context_parallel_attention(
     Args:
         query: (batch, tokens of the rank, num_heads, head_dim), or packed (tokens of the rank, num_heads,
             head_dim) with cu_seqlens. Or all three DTensors that one dimension of their mesh shards along the
-            sequence, which that dimension must divide; other dimensions may shard batch and heads, and what
-            else has heads is of this rank's.
+            sequence, in shards that differ by a token at most; other dimensions may shard batch and heads,
+            and what else has heads is of this rank's.
         key: likewise with num_kv_heads, of the same tokens.
         value: likewise with num_kv_heads and head_dim_v.
         group: the ranks that share the sequence; None is the default group, or this process alone.
@@ -306,7 +306,9 @@ def _fastest_method(call: Call, ranks: Ranks, network: Network | None) -> tuple[
     if network is None:
         ranks.connect(inputs.query.device)
         network = measured(ranks, inputs.query.dtype, inputs.query.device)
-    may_swap = all(t is None or t.shape[2] == 1 for t in (inputs.mask, inputs.bias))
+    # A row of a rank with one token may be for that token or for all: then all ranks take it for the former.
+    is_unclear = min(map(tokens.length, range(ranks.world))) < 2
+    may_swap = all(t is None or (t.shape[2] == 1 and not is_unclear) for t in (inputs.mask, inputs.bias))
     rules, wants_gradients = _rules(inputs, options), _wants_gradients(inputs)
     best = choose_method(tokens, rules, sizes_of(inputs), network, wants_gradients, may_swap).best
     return best.method, best.degree

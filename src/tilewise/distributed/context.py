@@ -44,7 +44,7 @@ def context_parallel(
     Like PyTorch's `context_parallel`, it holds for all threads of the process. Run the backward inside: it
     may need buffers as they are in here (an embedding keeps its token ids), and activation checkpointing
     computes forwards again. Functions see positions in the whole sequence, or in the document. Dropout takes
-    the seed that the group's first rank draws.
+    the seed that the group's first rank draws. A mask or bias has this rank's rows and all columns.
 
     Args:
         mesh, group: the ranks that share the sequence, as of `shard`.
@@ -57,8 +57,9 @@ def context_parallel(
             call's own offsets may only cut a batch into rows, and a row where its positions jump.
 
     Raises:
-        ValueError, TypeError: an argument does not fit.
-        NotImplementedError: in a call: caches, functions of packed calls, or what `method` does not serve.
+        ValueError, TypeError: an argument does not fit, or ranks disagree: as `context_parallel_attention`.
+        NotImplementedError: in a call: caches, functions of packed calls, DTensors, or what `method` does not
+            serve.
 
     Example:
         >>> import tilewise

@@ -1,6 +1,6 @@
 """Runs a schedule: while keys of one step are computed with, those of the next are on their way.
 
-Forward: out and lse of each step's keys are merged in float32, rounded once at the end.
+Forward: out, in the tensors' dtype, and lse of each block are merged in float32, rounded once at the end.
 Backward: the same keys travel again. The gradient of keys of others goes back to its owner, in the tensors'
 dtype, while the next step is computed; the owner adds up in float32. Half of the rank's own work is kept for
 the end, when the last of them travel. Both directions hold two steps' keys at most, besides what ranks that
@@ -171,6 +171,9 @@ class Backward:
                 del theirs, totals
         dq, dk, dv = (total.finish()[0].contiguous() for total in (self.dquery, *self.dkeys))
         dbias = None if self.dbias is None or self.bias is None else self.dbias.to(self.bias.dtype)
+        captured = self.shard.inputs.captured_floats
+        if self.dcaptured is None and captured is not None:  # of a rank without tokens
+            self.dcaptured = torch.zeros_like(captured)
         return Gradients(dq, dk, dv, dbias, captured_floats=self.dcaptured)
 
     def _add(self, part: Part, key: Tensor, value: Tensor, totals: tuple[Totals, Totals]) -> None:

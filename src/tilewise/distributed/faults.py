@@ -101,7 +101,8 @@ def _checked(
 ) -> int:
     """`check_call` of what is `seen` of tensors."""
     _check(inputs, options, tokens, is_packed, backend)
-    return _ulysses_degree(method, inner, tokens.world, inputs)
+    longest = max(map(tokens.length, range(tokens.world)))
+    return _ulysses_degree(method, inner, tokens.world, inputs, longest)
 
 
 def _check(inputs: Any, options: Options, tokens: Layout, is_packed: bool, backend: str | None) -> None:
@@ -148,8 +149,8 @@ def batch_of_one(*tensors: Tensor) -> list[Tensor]:
     return [t[None] for t in tensors]
 
 
-def _ulysses_degree(method: str, inner: int | None, world: int, inputs: Any) -> int:
-    """How many ranks exchange heads for tokens: 1 is none.
+def _ulysses_degree(method: str, inner: int | None, world: int, inputs: Any, longest: int) -> int:
+    """How many ranks exchange heads for tokens: 1 is none. longest: tokens of the rank that has most.
 
     Raises:
         ValueError, NotImplementedError: the heads do not divide, or a bias has rows.
@@ -173,7 +174,8 @@ def _ulysses_degree(method: str, inner: int | None, world: int, inputs: Any) -> 
             "method='ring' serves"
         )
     for name, t in (("mask", inputs.mask), ("bias", inputs.bias)):
-        if t is not None and t.shape[2] > 1 and inner > 1:
+        # A rank without tokens has 0 rows; where none has two tokens, a row may be a token's or all tokens'.
+        if t is not None and inner > 1 and (t.shape[2] != 1 or longest < 2):
             raise NotImplementedError(
                 f"{name}.shape={tuple(t.shape)} has a row for each token, which method={method!r} does not "
                 "exchange: method='ring' serves"

@@ -109,12 +109,10 @@ def scaled_dot_product_attention(
             is_one_head = max(query.ndim, key.ndim, value.ndim) == 2
             out = out[0, 0] if is_one_head else out.reshape(*leading, *out.shape[1:])
         return out
-    except ValueError as error:
+    except (ValueError, TypeError) as error:
         functions.refuse(error)
-        raise SDPAValueError(*error.args).with_traceback(error.__traceback__) from None
-    except TypeError as error:
-        functions.refuse(error)
-        raise SDPATypeError(*error.args).with_traceback(error.__traceback__) from None
+        kind = SDPAValueError if isinstance(error, ValueError) else SDPATypeError
+        raise kind(*error.args).with_traceback(error.__traceback__) from None
 
 
 def _check_options(attn_mask: Any, dropout_p: float, is_causal: bool, enable_gqa: bool) -> None:

@@ -42,8 +42,8 @@ def aggregate(cls):
             setattr(self, name, gl.constexpr(value) if kinds[name] is gl.constexpr else value)
 
     cls.__init__ = gluon.constexpr_function(__init__)
-    # Its key has the names. Kernels would list those of all aggregates again, sorted by where they lie in memory:
-    # in another order, and so with another key, in the next process.
+    # Its key has the names. Kernels would list those of all aggregates again, sorted by where they lie in
+    # memory: in another order, and so with another key, in the next process.
     if cls.__init__.cache_key:
         cls.__init__.used_global_vals = {}
     return _aggregate(cls)
