@@ -1,7 +1,7 @@
 """Many architectures of transformers, tiny and random: with tilewise what they give with torch's SDPA.
 
 `calls` counts what each implementation is asked, so no architecture passes by falling back to its own code.
-Those that ask no implementation are listed in `OWN_CODE` and `OWN_CLASSES`, and tests hold the lists to that.
+Those that ask no implementation are listed in `OWN_CODE` and `OWN_CLASSES`; tests hold the lists to that.
 """
 
 from __future__ import annotations
@@ -88,8 +88,8 @@ OWN_CODE = {  # their layers multiply queries and keys themselves
     "falcon_mamba": "causal", "gpt_neox_japanese": "causal", "mamba": "causal", "megatron-bert": "causal",
     "openai-gpt": "causal",
 }  # fmt: skip
-# Their layers take a class from a table by the implementation's name, which has transformers' own alone: other
-# names are a KeyError. The first line has SDPA in transformers, the second has not.
+# Their layers take a class from a table by the implementation's name, which has transformers' own alone:
+# other names are a KeyError. The first line has SDPA in transformers, the second has not.
 OWN_CLASSES = {
     "data2vec-vision", "deepseek_ocr2", "falcon", "sam", "sam_hq",
     "bark", "git", "gpt_neo", "gptj", "superglue",
