@@ -129,16 +129,7 @@ def attention_forward(
         (batch, seqlen_q, num_heads, head_dim_v) contiguous; and the weights (batch, num_heads,
         len(weight_rows), seqlen_k), None unless output_attentions.
     """
-    if output_attentions and weight_rows is None:
-        raise NotImplementedError(
-            "output_attentions=True asks for the matrix of weights, which tilewise does not form: "
-            "register(weight_rows=(-1,)) gives single rows, attn_implementation='eager' all"
-        )
-    if block_indices is not None:
-        raise NotImplementedError(
-            "block_indices asks for sparse attention by blocks of keys, which tilewise does not do: "
-            "attn_implementation='eager' does"
-        )
+    _refuse(output_attentions and weight_rows is None, block_indices)
     query, key, value = autocast(query, key, value)
     seqlen_q, seqlen_k = query.shape[2], key.shape[2]
     used_k = seqlen_k
@@ -186,6 +177,20 @@ def attention_forward(
         out, aux = found
         weights = F.pad(aux.rows, (0, seqlen_k - used_k))
     return out.transpose(1, 2), weights
+
+
+def _refuse(wants_all_weights: bool | None, block_indices: Tensor | None) -> None:
+    """What the attention function does not do raises NotImplementedError."""
+    if wants_all_weights:
+        raise NotImplementedError(
+            "output_attentions=True asks for the matrix of weights, which tilewise does not form: "
+            "register(weight_rows=(-1,)) gives single rows, attn_implementation='eager' all"
+        )
+    if block_indices is not None:
+        raise NotImplementedError(
+            "block_indices asks for sparse attention by blocks of keys, which tilewise does not do: "
+            "attn_implementation='eager' does"
+        )
 
 
 def _attend_packed(
