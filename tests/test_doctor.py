@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.metadata
+import tomllib
+from pathlib import Path
 
 import pytest
 import torch
@@ -57,6 +59,12 @@ def test_the_random_state_stays():
     before = torch.get_rng_state()
     assert doctor.checked(CPU, "decoding", doctor.CHECKS["decoding bfloat16"]).status == "ok"
     assert torch.equal(before, torch.get_rng_state())
+
+
+def test_every_package_that_tilewise_plugs_into_is_named():
+    project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
+    plugged = set(project["optional-dependencies"]) - {"cli", "docs", "dev"}
+    assert plugged <= set(doctor.PACKAGES)
 
 
 def test_packages(monkeypatch):

@@ -105,6 +105,29 @@ def test_a_place_that_others_may_write_to_is_refused(run, folder, name):
     run("call", folder=folder, error="must be a folder of compiled kernels")
 
 
+@pytest.mark.parametrize(("mode", "is_refused"), [(0o777, True), (0o775, True), (0o1777, False)])
+def test_a_folder_that_others_may_replace_is_refused(tmp_path, monkeypatch, mode, is_refused):
+    """But not in a place like /tmp, nor for a link to it."""
+    from triton import knobs
+
+    from tilewise.gpu.launch import kernel_folder
+    from tilewise.gpu.launch.gpus import GPUS
+
+    monkeypatch.setattr(kernel_folder, "_folder", None)
+    monkeypatch.setattr(knobs.cache, "manager_class", kernel_folder.FolderFirst)
+    folder, link = tmp_path / "place" / "kernels", tmp_path / "link"
+    kernel_folder.create(folder, GPUS["h200"])
+    link.symlink_to(folder)
+    folder.parent.chmod(mode)
+    for path in (folder, link):
+        if is_refused:
+            with pytest.raises(ValueError, match=f"{path.name}' must .*others may write to .*place' and put"):
+                kernel_folder.use(path, (9, 0))
+        else:
+            kernel_folder.use(path, (9, 0))
+            assert kernel_folder._folder == folder
+
+
 def test_what_is_no_folder_of_kernels_is_refused(run, tmp_path):
     run("call", folder=tmp_path, error="tilewise-kernels.json is not in it")
 

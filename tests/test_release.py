@@ -70,6 +70,14 @@ def test_sdist_has_what_a_packager_needs(dist):
     assert not any(name.startswith((".venv", "build/", "dist/")) for name in names)
 
 
+def test_everything_is_installed_as_constrained():
+    yaml = pytest.importorskip("yaml")
+    jobs = yaml.safe_load(WORKFLOW.read_text())["jobs"].values()
+    runs = [step["run"] for job in jobs for step in job["steps"] if "pip install" in step.get("run", "")]
+    assert any(" torch " in run for run in runs)
+    assert all("--constraint constraints/dev.txt" in run for run in runs), runs
+
+
 def test_only_the_last_job_may_publish():
     yaml = pytest.importorskip("yaml")
     workflow = yaml.safe_load(WORKFLOW.read_text())

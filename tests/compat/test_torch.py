@@ -183,6 +183,13 @@ def test_refusals():
         compat_torch.sdpa_forward(q, k, k, return_debug_mask=True)
 
 
+def test_an_older_torch_is_named(monkeypatch):
+    monkeypatch.delattr(torch.nn.attention, "register_flash_attention_impl")
+    monkeypatch.setattr(torch, "__version__", "2.9.1")
+    with pytest.raises(NotImplementedError, match=r"torch 2\.9\.1 .* 2\.11"):
+        compat_torch.register()
+
+
 def test_activation_is_undone():
     """Of CUDA: bookkeeping that needs no GPU."""
 

@@ -206,6 +206,20 @@ def test_chunks_through_a_cache_equal_one_forward(kind, is_static):
     assert_close(torch.cat(logits, 1), expected, FLOAT32)
 
 
+@pytest.mark.parametrize("how", ["assistant", "lookup"])
+def test_guessed_tokens_are_checked_with_a_sliding_window(how):
+    """The caches count in tensors then. transformers' own SDPA fails here for some assistants."""
+    model, ids = decoder("mistral"), tokens(1, 11)
+    options = {"max_new_tokens": 9, "do_sample": False, "attention_mask": torch.ones_like(ids)}
+    model.set_attn_implementation("eager")
+    expected = model.generate(ids, **options)
+    guesses = {"prompt_lookup_num_tokens": 3}
+    if how == "assistant":
+        guesses = {"assistant_model": decoder("mistral", attn_implementation="tilewise")}
+    model.set_attn_implementation("tilewise")
+    assert torch.equal(model.generate(ids, **options, **guesses), expected)
+
+
 def sentence_embeddings(model: nn.Module, batch) -> Tensor:
     mask = batch["attention_mask"][..., None]
     total = (model(**batch).last_hidden_state * mask).sum(1)
@@ -427,7 +441,7 @@ def test_every_mask_means_what_transformers_builds(kind):
     module.is_causal = kind != "full"
     for q_length, kv_length, q_offset, kv_offset in (
         (9, 9, 0, 0), (5, 9, 4, 0), (1, 9, 8, 0), (5, 8, 9, 6), (5, 16, 0, 0), (5, 16, torch.tensor(3), 0),
-        (1, 16, torch.tensor(3), 0), (4, 9, 7, 0),
+        (1, 16, torch.tensor(3), 0), (4, 9, 7, 0), (5, 8, torch.tensor(9), torch.tensor(6)),
     ):  # fmt: skip
         end = int(q_offset) + q_length
         for padding in (None, torch.ones(2, end).bool(), torch.rand(2, end) < 0.7):
@@ -436,7 +450,7 @@ def test_every_mask_means_what_transformers_builds(kind):
             q, k = torch.randn(2, 2, q_length, 4), torch.randn(2, 1, kv_length, 4)
             actual, _ = attention_forward(module, q, k, k, make_mask(*arguments, **skips))
             full = masks.sdpa_mask(
-                2, q_length, kv_length, int(q_offset), kv_offset, function, padding,
+                2, q_length, kv_length, int(q_offset), int(kv_offset), function, padding,
                 allow_is_causal_skip=False,
             )  # fmt: skip
             expected = tilewise.attention(q, k, k, mask=full, layout="bhsd").transpose(1, 2)
@@ -464,9 +478,35 @@ def test_pattern_mask_is_a_mask_to_anyone_else():
     expected = tilewise.attention(q, q, q, mask=changed, layout="bhsd").transpose(1, 2)
     torch.testing.assert_close(attention_forward(module, q, q, q, mask)[0], expected)
 
-    k = torch.randn(2, 1, 7, 4)  # fewer keys than the mask was made for
-    expected = tilewise.attention(q, k, k, mask=full[..., :7], layout="bhsd").transpose(1, 2)
-    torch.testing.assert_close(attention_forward(module, q, k, k, make_mask(*arguments))[0], expected)
+    k = torch.randn(2, 1, 7, 4)  # fewer keys than the mask was made for: which of them is not known
+    with pytest.raises(ValueError, match=r"attention_mask.shape=\(2, 1, 9, 9\) .* the 7 keys"):
+        attention_forward(module, q, k, k, make_mask(*arguments))
+
+
+@pytest.mark.parametrize("given", ["nothing", "bool", "float", "packed", "pattern"])
+def test_keys_chosen_by_index_combine_with_every_mask(given):
+    q, k, v = torch.randn(3, 2, 4, 9, 8).unbind(0)
+    indices = torch.rand(2, 9, 9).topk(3).indices.to(torch.int32)
+    indices[..., 0] = 0
+    chosen = torch.zeros(2, 9, 9, dtype=torch.bool).scatter(-1, indices.long(), True)[:, None]
+    causal = torch.ones(9, 9, dtype=torch.bool).tril()
+    visible, mask, packed = causal & chosen, None, {}
+    if given == "bool":
+        mask = causal.expand(2, 1, 9, 9)
+    elif given == "float":
+        mask = torch.zeros(2, 1, 9, 9).masked_fill(~causal, -torch.inf)
+    elif given == "packed":
+        starts = torch.tensor([0, 9, 18], dtype=torch.int32)
+        packed = {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts}
+    elif given == "pattern":
+        padding = torch.ones(2, 9, dtype=torch.long)
+        padding[:, 4] = 0
+        mask = make_mask(9, 9, masks.causal_mask_function, padding)
+        assert isinstance(mask, PatternMask)
+        visible = visible & padding.bool()[:, None, None]
+    out, _ = attention_forward(nn.Module(), q, k, v, mask, indices=indices, **packed)
+    expected = nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=visible)
+    assert_close(out.transpose(1, 2), expected, FLOAT32)
 
 
 def test_packed_sequences_combine_with_padding_and_position_bias():
@@ -561,6 +601,8 @@ def test_attention_weights_are_not_given():
     ("mask", "error", "message"),
     [
         (torch.ones(1, 3, dtype=torch.bool), ValueError, r"attention_mask.shape=\(1, 3\) must be"),
+        (torch.ones(1, 1, 3, 5, dtype=torch.bool), ValueError, r"shape=\(1, 1, 3, 5\) must .* 3 keys"),
+        (torch.zeros(1, 1, 3, 2), ValueError, r"attention_mask.shape=\(1, 1, 3, 2\) must have one column"),
         (torch.ones(1, 1, 3, 3, dtype=torch.long), TypeError, "attention_mask.dtype=torch.int64 must be"),
     ],
 )

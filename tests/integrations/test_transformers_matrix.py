@@ -1,12 +1,13 @@
 """Many architectures of transformers, tiny and random: with tilewise what they give with torch's SDPA.
 
 `calls` counts what each implementation is asked, so no architecture passes by falling back to its own code.
-Those that ask no implementation are listed in `OWN_CODE`, and a test holds the list to that.
+Those that ask no implementation are listed in `OWN_CODE` and `OWN_CLASSES`; tests hold the lists to that.
 """
 
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -75,6 +76,10 @@ EAGER = {
     **dict.fromkeys(("bigbird_pegasus", "gemma2"), "causal"), "layoutlm": "masked",
     **dict.fromkeys(("longt5", "nllb-moe", "pegasus_x", "switch_transformers", "umt5"), "seq2seq"),
 }  # fmt: skip
+SPARSE = ("axk2", "deepseek_v32", "glm_moe_dsa", "hy_v4")  # each query sees the keys that an indexer chooses
+INDEXER = {"num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8,
+           "qk_nope_head_dim": 8, "v_head_dim": 16, "n_group": 1, "topk_group": 1, "n_shared_experts": 1,
+           "index_topk": 3, "index_n_heads": 2, "index_head_dim": 16, "eos_token_id": None}  # fmt: skip
 OWN_CODE = {  # their layers multiply queries and keys themselves
     "big_bird": "masked", "convbert": "masked", "deberta-v2": "masked", "ibert": "masked", "mpnet": "masked",
     "nystromformer": "masked", "rembert": "masked", "roformer": "masked", "squeezebert": "masked",
@@ -82,6 +87,12 @@ OWN_CODE = {  # their layers multiply queries and keys themselves
     "tapas": "masked", "xlm": "masked", "bloom": "causal", "codegen": "causal", "cpmant": "causal",
     "falcon_mamba": "causal", "gpt_neox_japanese": "causal", "mamba": "causal", "megatron-bert": "causal",
     "openai-gpt": "causal",
+}  # fmt: skip
+# Their layers take a class from a table by the implementation's name, which has transformers' own alone:
+# other names are a KeyError. The first line has SDPA in transformers, the second has not.
+OWN_CLASSES = {
+    "data2vec-vision", "deepseek_ocr2", "falcon", "sam", "sam_hq",
+    "bark", "git", "gpt_neo", "gptj", "superglue",
 }  # fmt: skip
 KINDS = {
     "causal": "AutoModelForCausalLM",
@@ -223,6 +234,33 @@ def test_those_without_sdpa_give_what_eager_gives(model_type, calls):
 
 
 @pytest.mark.sample(2)
+@pytest.mark.parametrize("model_type", SPARSE)
+def test_sparse_attention_sees_the_chosen_keys_alone(model_type, calls):
+    models = []
+    for name in ("tilewise", "eager"):
+        config = transformers.AutoConfig.for_model(model_type, **(SIZES | INDEXER))
+        factory = transformers.AutoModelForCausalLM
+        models.append(factory.from_config(config, attn_implementation=name).eval())
+    models[0].load_state_dict(models[1].state_dict())
+    ids, mask = tokens(2, 15), padding("left", 2, 15)
+    with torch.no_grad():
+        ours, theirs = (m(ids, attention_mask=mask, use_cache=False).logits[mask.bool()] for m in models)
+    assert (ours - theirs).abs().max() <= TOLERANCE * theirs.abs().max()
+    assert calls["tilewise"] == 2
+    options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+    ours, theirs = (m.generate(ids, attention_mask=mask, **options) for m in models)
+    assert torch.equal(ours, theirs)
+
+
+def test_sparse_attention_by_blocks_is_refused(calls):
+    config = transformers.AutoConfig.for_model("minimax_m3_vl_text", **SIZES)
+    config.layer_types = ["minimax_m3_sparse"] * 2
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="tilewise")
+    with pytest.raises(NotImplementedError, match=r"block_indices .*attn_implementation='eager'"):
+        model(tokens(2, 15))
+
+
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("model_type", OWN_CODE)
 def test_those_with_code_of_their_own_are_refused_or_give_what_eager_gives(model_type, calls):
     """A bool mask, added to their scores, would do next to nothing."""
@@ -245,3 +283,20 @@ def test_those_with_code_of_their_own_are_refused_or_give_what_eager_gives(model
     eager, ours = outputs
     assert (ours - eager).abs().max() <= TOLERANCE * eager.abs().max()
     assert not calls or model_type == "codegen"  # which asks in newer releases
+
+
+def test_those_with_classes_by_name_are_listed():
+    models = Path(transformers.__file__).parent / "models"
+    found = {
+        path.stem.removeprefix("modeling_")
+        for path in models.glob("*/modeling_*.py")
+        if "_ATTENTION_CLASSES[" in path.read_text(encoding="utf-8")
+    }
+    assert found == {name.replace("-", "_") for name in OWN_CLASSES}
+
+
+@pytest.mark.parametrize("model_type", sorted(OWN_CLASSES - {"superglue"}))  # which AutoModel does not build
+def test_those_with_classes_by_name_know_no_other(model_type, calls):
+    config = transformers.AutoConfig.for_model(model_type)
+    with torch.device("meta"), pytest.raises(KeyError, match="tilewise"):
+        transformers.AutoModel.from_config(config, attn_implementation="tilewise")

@@ -95,3 +95,10 @@ def test_only_in_continuous_batching():
     x = torch.randn(1, 2, 3, 8)
     with pytest.raises(ValueError, match="continuous batching"):
         paged_attention_forward(SimpleNamespace(), x, x, x)
+
+
+@pytest.mark.parametrize("name", ["indices", "block_indices"])
+def test_sparse_attention_is_refused(name):
+    x = torch.randn(1, 2, 3, 8)
+    with pytest.raises(NotImplementedError, match=f"{name} .*attn_implementation='eager'"):
+        paged_attention_forward(SimpleNamespace(), x, x, x, **{name: torch.zeros(1, 3, 2)})

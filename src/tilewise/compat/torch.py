@@ -38,11 +38,18 @@ def register() -> None:
 
     Nothing is exchanged yet: PyTorch leaves that to whoever calls `activate_flash_attention_impl`.
 
+    Raises:
+        NotImplementedError: torch is older than 2.11, and lets no implementation be exchanged.
+
     Example:
         >>> register()
         >>> "tilewise" in torch.nn.attention.list_flash_attention_impls()
         True
     """
+    if not hasattr(torch.nn.attention, "register_flash_attention_impl"):
+        raise NotImplementedError(
+            f"torch {torch.__version__} lets no attention implementation be exchanged: 2.11 and newer do"
+        )
     torch.nn.attention.register_flash_attention_impl(NAME, register_fn=override)
 
 

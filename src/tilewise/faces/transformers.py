@@ -38,6 +38,9 @@ def register(name: str = "tilewise", *, weight_rows: Sequence[int] | None = None
     attention, sliding windows, softcap, sinks, position biases, dropout in training, padding, dynamic and
     static caches, and packed sequences (`cu_seq_lens_q`, `cu_seq_lens_k`, or position ids that restart).
     Models whose layers multiply queries and keys themselves, as BLOOM's, are refused or stay with eager.
+    Those that choose a class by name raise KeyError: Falcon, Data2Vec's vision model, SAM, SAM-HQ,
+    DeepSeek-OCR 2, GPT-J, GPT-Neo, GIT, Bark and SuperGlue.
+    Keys that DeepSeek-V3.2's kind chooses are a mask; MiniMax-M3's blocks of keys raise NotImplementedError.
     Continuous batching (`generate_batch`) goes by the name `"paged|" + name`, on GPUs and CPUs, up to release
     5.18; newer ones take only their own functions there, or `tilewise.compat.hf_kernels`.
     A padded query that sees no key gets 0, where the eager implementation gives the mean of the values.
@@ -95,6 +98,8 @@ def attention_forward(
     is_causal: bool | None = None,
     s_aux: Tensor | None = None,
     position_bias: Tensor | None = None,
+    indices: Tensor | None = None,
+    block_indices: Tensor | None = None,
     cu_seq_lens_q: Tensor | None = None,
     cu_seq_lens_k: Tensor | None = None,
     max_length_q: int | None = None,
@@ -115,6 +120,8 @@ def attention_forward(
         is_causal: None asks the module, which is causal unless it says otherwise.
         s_aux: one sink logit a head.
         position_bias: added to the scores, (1 or batch, num_heads, seqlen_q, seqlen_k).
+        indices: the only keys that a query may see, (batch, seqlen_q, count), of DeepSeek's sparse attention.
+        block_indices: refused, MiniMax-M3's sparse attention.
         cu_seq_lens_q, cu_seq_lens_k: offsets of packed sequences in the flattened (batch * seqlen) tokens.
         output_attentions: also return the weights of `weight_rows`, see `register`.
 
@@ -122,11 +129,7 @@ def attention_forward(
         (batch, seqlen_q, num_heads, head_dim_v) contiguous; and the weights (batch, num_heads,
         len(weight_rows), seqlen_k), None unless output_attentions.
     """
-    if output_attentions and weight_rows is None:
-        raise NotImplementedError(
-            "output_attentions=True asks for the matrix of weights, which tilewise does not form: "
-            "register(weight_rows=(-1,)) gives single rows, attn_implementation='eager' all"
-        )
+    _refuse(output_attentions and weight_rows is None, block_indices)
     query, key, value = autocast(query, key, value)
     seqlen_q, seqlen_k = query.shape[2], key.shape[2]
     used_k = seqlen_k
@@ -149,15 +152,22 @@ def attention_forward(
     elif attention_mask is None:
         options |= _module_options(module, is_causal, sliding_window)
 
-    if starts is not None and attention_mask is None and position_bias is None and not output_attentions:
+    is_plain = attention_mask is None and position_bias is None and indices is None
+    if starts is not None and is_plain and not output_attentions:
         return _attend_packed(query, key, value, starts, longest, options), None
-    mask, bias = _mask_and_bias(attention_mask, position_bias)
+    is_served = functions.is_served()  # by ranks: columns are those of the whole sequence
+    mask, bias = _mask_and_bias(attention_mask, position_bias, None if is_served else seqlen_k)
+    if indices is not None:
+        chosen = _chosen(indices, seqlen_k)
+        mask = chosen if mask is None else mask & chosen
     if starts is not None:
         same = _same_sequence(*starts, query.shape[0], seqlen_q, seqlen_k)
         mask = same if mask is None else mask & same
-    if not functions.is_served():  # which wants columns of the whole sequence
-        mask, bias = (t if t is None or t.shape[-1] in (1, used_k) else t[..., :used_k] for t in (mask, bias))
     if used_k < seqlen_k:
+        if not is_served:
+            mask, bias = (
+                t[..., :used_k] if t is not None and t.shape[-1] == seqlen_k else t for t in (mask, bias)
+            )
         key, value = key[:, :, :used_k], value[:, :, :used_k]
     if output_attentions:
         options["return_aux"] = Aux(rows=weight_rows)
@@ -167,6 +177,20 @@ def attention_forward(
         out, aux = found
         weights = F.pad(aux.rows, (0, seqlen_k - used_k))
     return out.transpose(1, 2), weights
+
+
+def _refuse(wants_all_weights: bool | None, block_indices: Tensor | None) -> None:
+    """What the attention function does not do raises NotImplementedError."""
+    if wants_all_weights:
+        raise NotImplementedError(
+            "output_attentions=True asks for the matrix of weights, which tilewise does not form: "
+            "register(weight_rows=(-1,)) gives single rows, attn_implementation='eager' all"
+        )
+    if block_indices is not None:
+        raise NotImplementedError(
+            "block_indices asks for sparse attention by blocks of keys, which tilewise does not do: "
+            "attn_implementation='eager' does"
+        )
 
 
 def _attend_packed(
@@ -188,14 +212,17 @@ def _module_options(module: nn.Module, is_causal: bool | None, sliding_window: i
 
 
 def _mask_and_bias(
-    attention_mask: Tensor | None, position_bias: Tensor | None
+    attention_mask: Tensor | None, position_bias: Tensor | None, seqlen_k: int | None
 ) -> tuple[Tensor | None, Tensor | None]:
-    """What hides scores, and what is added to them."""
+    """What hides scores, and what is added to them. A seqlen_k of None is not held against the mask."""
     if attention_mask is None:
         return None, position_bias
     if attention_mask.ndim != 4:
         shape = tuple(attention_mask.shape)
         raise ValueError(f"attention_mask.shape={shape} must be (batch, heads, seqlen_q, seqlen_k)")
+    if seqlen_k is not None and attention_mask.shape[3] not in (1, seqlen_k):
+        shape = tuple(attention_mask.shape)
+        raise ValueError(f"attention_mask.shape={shape} must have one column for each of the {seqlen_k} keys")
     if isinstance(attention_mask, PatternMask):
         attention_mask = attention_mask.full()
     if attention_mask.dtype == torch.bool:
@@ -204,6 +231,12 @@ def _mask_and_bias(
         dtype = attention_mask.dtype
         raise TypeError(f"attention_mask.dtype={dtype} must be torch.bool (True = attend) or floating-point")
     return None, attention_mask if position_bias is None else attention_mask + position_bias
+
+
+def _chosen(indices: Tensor, seqlen_k: int) -> Tensor:
+    """Bool (batch, 1, seqlen_q, seqlen_k): the key is one of the query's."""
+    chosen = indices.new_zeros((*indices.shape[:2], seqlen_k), dtype=torch.bool)
+    return chosen.scatter(-1, indices.long(), True)[:, None]
 
 
 def _same_sequence(starts_q: Tensor, starts_k: Tensor, batch: int, seqlen_q: int, seqlen_k: int) -> Tensor:

@@ -128,7 +128,7 @@ def visibility_mask(
     q_length: int,
     kv_length: int,
     q_offset: int | Tensor,
-    kv_offset: int,
+    kv_offset: int | Tensor,
     mask_function: Callable,
     attention_mask: Tensor | None = None,
     allow_is_causal_skip: bool = True,
@@ -182,9 +182,10 @@ def visibility_mask(
     is_2d = attention_mask is None or attention_mask.ndim == 2
     if terms is None or not is_2d or (q_length == 1 and not is_offset_known):
         return build()
-    pattern = Pattern(q_length, kv_length, int(q_offset) - kv_offset, **terms._asdict())
+    first_key = int(kv_offset)
+    pattern = Pattern(q_length, kv_length, int(q_offset) - first_key, **terms._asdict())
     if attention_mask is not None:
-        pattern = _with_padding(pattern, attention_mask, kv_offset)
+        pattern = _with_padding(pattern, attention_mask, first_key)
     left, right = pattern.window
     is_causal = pattern.right == 0
     hides_keys = pattern.padding is not None or pattern.sequence_ids is not None or pattern.used_k < kv_length

@@ -52,7 +52,14 @@ def paged_attention_forward(
 
     Raises:
         ValueError: there is no cache, as outside of continuous batching.
+        NotImplementedError: the layer chooses keys itself, as in DeepSeek's sparse attention.
     """
+    for name in ("indices", "block_indices"):
+        if kwargs.get(name) is not None:
+            raise NotImplementedError(
+                f"{name} asks for sparse attention, which continuous batching does not have here: "
+                "attn_implementation='eager' does"
+            )
     if cache is None or cu_seq_lens_q is None or cu_seq_lens_k is None:
         raise ValueError(
             "cache=None must be a PagedAttentionCache: 'paged|' names serve continuous batching only"

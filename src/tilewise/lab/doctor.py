@@ -28,6 +28,9 @@ PACKAGES = {  # what there is without each
     "triton": "no GPU kernels, PyTorch's operations serve",
     "transformers": 'no attn_implementation="tilewise"',
     "diffusers": 'no set_attention_backend("tilewise")',
+    "vllm": "no --attention-backend CUSTOM",
+    "sglang": "no --attention-backend tilewise",
+    "kernels": "no tilewise as a repository of Hugging Face's kernels",
 }
 ENVIRONMENT = (
     "TILEWISE_CPU_ISA",

@@ -14,6 +14,7 @@ import hashlib
 import json
 import os
 import platform
+import stat
 import sys
 import tempfile
 import warnings
@@ -139,13 +140,15 @@ def use(folder: Path, capability: tuple[int, int]) -> None:
     """Have Triton look into the folder first, unless it is of other versions, which a warning says.
 
     Raises:
-        ValueError: there is no such folder, or others than its owner may write to it: kernels run as code.
+        ValueError: there is no such folder, or others than its owner may write to it or exchange it: kernels
+            run as code.
     """
     global _folder, _usual
+    given, folder = folder, folder.resolve()  # what a link points to is read, and is what has to be safe
     if reason := _refusal(folder):
-        raise ValueError(f"TILEWISE_KERNELS={str(folder)!r} must be a folder of compiled kernels: {reason}")
+        raise ValueError(f"TILEWISE_KERNELS={str(given)!r} must be a folder of compiled kernels: {reason}")
     if reason := _mismatch(folder, capability):
-        warnings.warn(f"TILEWISE_KERNELS={str(folder)!r} is not used: {reason}", stacklevel=2)
+        warnings.warn(f"TILEWISE_KERNELS={str(given)!r} is not used: {reason}", stacklevel=2)
         return
     if knobs.cache.manager_class is not FolderFirst:
         _usual = cast("type[CacheManager]", knobs.cache.manager_class) or FileCacheManager
@@ -160,6 +163,10 @@ def _refusal(folder: Path) -> str | None:
     for path in (folder, folder / ABOUT):
         if not is_safe(path):
             return f"{path.name} belongs to someone else, or others may write to it: see its owner and mode"
+    if hasattr(os, "getuid"):
+        mode = folder.parent.stat().st_mode
+        if mode & WRITABLE and not mode & stat.S_ISVTX:
+            return f"others may write to {str(folder.parent)!r} and put another in its place: see its mode"
     return None
 
 
