@@ -40,10 +40,16 @@ def claims(
     from tilewise.lab.claims import report, run
     from tilewise.lab.claims.claim import CLAIMS, Claim, Setting
 
+    chosen: list[Claim] = []
+    done: list[Claim] = []
+
     def show(claim: Claim, row: run.Results) -> None:
         _, _, claimed, measured, _, holds, what = report.line(claim, row)
         verdict = {"yes": "holds", "**no**": "does not hold"}.get(holds, "not measured")
-        typer.echo(f"{claim.name:18} {claimed:>14} claimed {measured:>14} measured: {verdict}\n    {what}")
+        done.append(claim)
+        place = f"{len(done)} of {len(chosen)}"
+        typer.echo(f"{place:>10} {claim.name:18} {claimed:>14} claimed {measured:>14} measured: {verdict}")
+        typer.echo(f"    {what}")
 
     with one_line_errors("claims"):
         where = device or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -56,5 +62,5 @@ def claims(
             for claim in CLAIMS.values():
                 typer.echo(f"{claim.name:18} {claim.says} ({claim.source})")
             return
-        chosen = run.chosen(filter, setting) if train is None else [run.training(train)]
+        chosen += run.chosen(filter, setting) if train is None else [run.training(train)]
         run.run(chosen, setting, json, show)
