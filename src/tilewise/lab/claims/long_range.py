@@ -52,7 +52,7 @@ for _task, _what in {
     )
 
 
-SHORTER = "Trained for minutes, a small part of the steps that the paper's models had."
+SHORTER = "Trained for minutes, which ended before all steps were done."
 STEPS = {"listops": 5_000, "pathfinder": 50_000, "path-x": 50_000}
 TRAINED = {"listops": 32, "pathfinder": 128, "path-x": 8}  # examples of a step, on a GPU
 EVERY = 100  # steps between checkpoints
