@@ -48,7 +48,7 @@ def test_8_bit_errors_shrink_and_results_are_exact():
 def test_a_training_step_has_the_loss_of_eager_attention(monkeypatch):
     pytest.importorskip("transformers")
     build = models._gpt2
-    monkeypatch.setattr(models, "_gpt2", lambda size, layers, seqlen: build(size, 1, seqlen))
+    monkeypatch.setattr(models, "_gpt2", lambda size, layers, *rest: build(size, 1, *rest))
     monkeypatch.setattr(models, "STEPS", 1)
     measured = CLAIMS["gpt2-step"].measure(CPU)
     first, last, apart = map(float, re.findall(r"loss ([\d.]+) to ([\d.]+) .* (\S+) away", measured.note)[0])
