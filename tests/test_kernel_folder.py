@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from hashlib import sha256
 from pathlib import Path
 
 import pytest
@@ -34,7 +35,9 @@ def run(tmp_path_factory) -> Run:
     )
     count = 0
 
-    def run(*arguments: str, folder: Path | None = None, error: str | None = None) -> list[str]:
+    def run(
+        *arguments: str, folder: Path | None = None, error: str | None = None, compiler: str = "gcc"
+    ) -> list[str]:
         nonlocal count
         count += 1
         environment = {name: value for name, value in os.environ.items() if name != "TILEWISE_KERNELS"} | {
@@ -43,6 +46,7 @@ def run(tmp_path_factory) -> Run:
             "TRITON_CACHE_DIR": str(root / f"cache{count}"),
             "TRITON_INTERPRET": "0",
             "CUDA_VISIBLE_DEVICES": "",
+            "CC": compiler,
         }
         if folder is not None:
             environment["TILEWISE_KERNELS"] = str(folder)
@@ -76,8 +80,23 @@ def entry_of(folder: Path, kernel: str) -> Path:
 
 
 def test_a_moved_folder_is_loaded_and_nothing_compiled(run, folder):
+    assert run("call", folder=folder, compiler="false") == LOADED  # nor C
+    assert {path.suffix for path in folder.glob("*/*")} == {".cubin", ".json", ".so", ""}
+
+
+def test_a_damaged_module_is_compiled(run, folder):
+    module = next(folder.glob("cuda_utils/*.so"))
+    module.write_bytes(module.read_bytes()[:-1])
+    run("call", folder=folder, compiler="false", error="'false', '")
     assert run("call", folder=folder) == LOADED
-    assert {path.suffix for path in folder.glob("*/*")} == {".cubin", ".json", ""}
+    module.write_bytes(b"no library")  # such as one that needs a newer C library
+    (module.parent / "checksums").write_text(json.dumps({module.name: sha256(b"no library").hexdigest()}))
+    assert run("call", folder=folder) == LOADED
+
+
+def test_without_a_compiler_kernels_alone_are_kept(run, tmp_path):
+    run("fill", str(tmp_path / "kernels"), compiler="false")
+    assert {path.suffix for path in tmp_path.glob("kernels/*/*")} == {".cubin", ".json", ""}
 
 
 @pytest.mark.sample(1)
@@ -135,7 +154,7 @@ def test_what_is_no_folder_of_kernels_is_refused(run, tmp_path):
 def test_a_folder_of_another_version_is_said_once(tmp_path, monkeypatch):
     from triton import knobs
 
-    from tilewise.gpu.launch import kernel_folder, launch_plan, launcher
+    from tilewise.gpu.launch import kernel_folder, launch_plan
     from tilewise.gpu.launch.gpus import GPUS
 
     folder = tmp_path / "kernels"
@@ -143,7 +162,7 @@ def test_a_folder_of_another_version_is_said_once(tmp_path, monkeypatch):
     about = folder / kernel_folder.ABOUT
     about.write_text(json.dumps(json.loads(about.read_text()) | {"triton": "3.0.0"}))
     monkeypatch.setenv("TILEWISE_KERNELS", str(folder))
-    monkeypatch.setattr(launcher, "capability", lambda: (9, 0))
+    monkeypatch.setattr(launch_plan, "gpu_of", lambda index: GPUS["h200"])
     monkeypatch.setattr(launch_plan, "is_interpreted", lambda: False)
     launch_plan._use_kernel_folder.cache_clear()
     with pytest.warns(UserWarning, match=r"is not used: it has kernels of triton 3\.0\.0, not") as said:

@@ -184,6 +184,8 @@ def warmup(
     seconds = time.perf_counter() - start
     size = sum(path.stat().st_size for path in out.rglob("*") if path.is_file())
     typer.echo(f"{len(kernels)} kernels for {target.name} in {seconds:.0f} s; {out}: {size / 1e6:.1f} MB")
+    if not (out / "cuda_utils").exists():
+        typer.echo("without a C compiler and Python's headers here, the GPU's machine needs a C compiler")
     typer.echo(f"use them with TILEWISE_KERNELS={out}")
 
 

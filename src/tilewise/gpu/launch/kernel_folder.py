@@ -2,8 +2,9 @@
 
 Triton finds a compiled kernel by a hash of all that makes it: sources, argument types, constants, options,
 the GPU's architecture, the versions of Triton and ptxas. The folder has a folder for each hash, with the
-machine code, Triton's description, and checksums of both. No path is read from it: it may be moved. Triton's
-cache looks there first; what is lacking or in no good state, Triton compiles into its usual cache.
+machine code, Triton's description, and checksums of both; and beside them the C modules that launch kernels.
+No path is read from it: it may be moved. Triton's cache looks there first; what is lacking or in no good
+state, Triton compiles into its usual cache.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from triton import knobs
 from triton.runtime.cache import CacheManager, FileCacheManager
 
 from tilewise.core.signature import Gpu
+from tilewise.gpu.launch import c_modules
 
 SUFFIXES = (".cubin", ".json")  # of what a launch reads; the steps before are left out
 CHECKSUMS, ABOUT = "checksums", "tilewise-kernels.json"
@@ -51,20 +53,28 @@ def create(folder: Path, gpu: Gpu) -> None:
         raise ValueError(f"out={str(folder)!r} must be a new folder or one of compiled kernels")
     folder.mkdir(mode=0o755, parents=True, exist_ok=True)
     write(about, json.dumps(versions() | {"capability": gpu.capability}, indent=1).encode())
+    if (utils := c_modules.utils()) is not None:
+        _put(folder / c_modules.UTILS, {c_modules.UTILS + c_modules.SUFFIX: utils})
 
 
 def add(folder: Path, compiled: Any) -> None:
-    """Put in a kernel that Triton has compiled."""
-    entry, group = folder / _entry_name(compiled.hash), compiled.metadata_group
+    """Put in a kernel that Triton has compiled, and its launcher."""
+    group = compiled.metadata_group.items()
+    kernel = {name: Path(path).read_bytes() for name, path in group if name.endswith(SUFFIXES)}
+    _put(folder / _entry_name(compiled.hash), kernel)
+    if (launcher := c_modules.launcher(compiled)) is not None:
+        key, module = launcher
+        _put(folder / _entry_name(key), {c_modules.LAUNCHER + c_modules.SUFFIX: module})
+
+
+def _put(entry: Path, files: Mapping[str, bytes]) -> None:
+    """Write an entry, with checksums, unless it is there in a good state."""
     if _good_files(entry) is not None:
         return
     entry.mkdir(mode=0o755, exist_ok=True)
-    checksums = {}
-    for name, path in group.items():
-        if name.endswith(SUFFIXES):
-            content = Path(path).read_bytes()
-            checksums[name] = _digest(content)
-            write(entry / name, content)
+    for name, content in files.items():
+        write(entry / name, content)
+    checksums = {name: _digest(content) for name, content in files.items()}
     write(entry / CHECKSUMS, json.dumps(checksums).encode())
 
 
@@ -123,7 +133,15 @@ class FolderFirst(CacheManager):
         return self._rest.get_group(filename)
 
     def get_file(self, filename: str) -> str | None:
-        return self._rest.get_file(filename)
+        return self._kept_module(filename) or self._rest.get_file(filename)
+
+    def _kept_module(self, filename: str) -> str | None:
+        """Of `cuda_utils` there is one: since Triton 3.8 its hash depends on where libcuda is."""
+        if self._entry is None or not filename.endswith(c_modules.SUFFIX):
+            return None
+        is_utils = filename == c_modules.UTILS + c_modules.SUFFIX
+        entry = self._entry.parent / c_modules.UTILS if is_utils else self._entry
+        return (_good_files(entry) or {}).get(filename)
 
     def put(self, data: Any, filename: str, binary: bool = True) -> str:
         return self._rest.put(data, filename, binary=binary)

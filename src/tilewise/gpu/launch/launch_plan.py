@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from tilewise.core.signature import stand_in
+from tilewise.gpu.launch.gpus import gpu_of
 
 if TYPE_CHECKING:
     from tilewise.gpu.launch.launcher import BoundKernel
@@ -175,9 +176,10 @@ def _use_kernel_folder() -> None:
     """Have Triton look into `$TILEWISE_KERNELS` first; once, as it says when it can't."""
     folder = os.environ.get("TILEWISE_KERNELS")
     if folder and not is_interpreted():
-        from tilewise.gpu.launch import kernel_folder, launcher
+        from tilewise.gpu.launch import kernel_folder
 
-        kernel_folder.use(Path(folder), launcher.capability())
+        # PyTorch says which GPU it is: Triton would compile C to ask, before it can look into the folder
+        kernel_folder.use(Path(folder), gpu_of(None).capability)
 
 
 def bind(compiled: Any, grid: tuple[int, int, int]) -> BoundKernel | None:

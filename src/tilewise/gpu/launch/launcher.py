@@ -111,8 +111,3 @@ def compile_only(kernel: Any, arguments: tuple[Any, ...], options: dict[str, Any
     compiled = kernel.warmup(*arguments, **options, grid=(1,))
     for listener in _listeners:
         listener(compiled)
-
-
-def capability() -> tuple[int, int]:
-    """Of the GPU that Triton compiles for."""
-    return divmod(int(driver.active.get_current_target().arch), 10)  # type: ignore[return-value]
