@@ -86,11 +86,13 @@ def every_operation():
     """A mask and a score function of integers, in vectors of 32 and 64 bits, and of floats."""
     numbers, flags = torch.randint(-9, 10, (40,)), torch.rand(40) < 0.7
     big = torch.randint(-(2**40), 2**40, (40,))
+    least, minus_1 = torch.full((40,), -(2**63)), torch.full((40,), -1)  # a quotient of no 64 bits
 
     def mask_mod(b, h, i, j):
         whole = (i - 2 * j) // (j % 5 * 2 - 3) + (i * 7) % -3 + (i - j) // 7 + abs(numbers[i] - j) // 4
         whole = whole + (numbers[j] * i**2) % 11 + ((i << 3) >> 1) + (i & j) + (i | 5) + (i ^ j) - ~i
         wide = torch.maximum(big[i] * 3, big[j]) // 1000 - (big[i] >> 5) % 77 + torch.minimum(big[j], i)
+        wide = wide + (least[i] // minus_1[j] < 0) + least[j] % minus_1[i]
         return ((whole + wide) % 3 != 0) | (flags[i] & ~flags[j]) | (flags[j] ^ (i != j))
 
     def score_mod(s, b, h, i, j):

@@ -59,7 +59,9 @@ def floor_quotient(a: Operand, b: Operand, is_constant: bool) -> Value:
         wide = ir.VectorType(F64, a.type.count)
         x, y = (Value(builder().sitofp(t.raw, wide)) for t in (a, b))
         return Value(builder().fptosi(elementary("floor", x / y, 0).raw, a.type))
-    found = Value(builder().sdiv(a.raw, b.raw))
+    is_minus_1 = b.equals(-1)  # by which a processor stops at the least number, and PyTorch negates it
+    found = Value(builder().sdiv(a.raw, select(is_minus_1, 1, b).raw))
+    found = select(is_minus_1, -a, found)
     rest = a - found * b
     is_negative = rest < 0
     is_off = (is_negative ^ (b < 0)) & converted(rest, is_negative.type)
