@@ -84,6 +84,21 @@ def test_a_moved_folder_is_loaded_and_nothing_compiled(run, folder):
     assert {path.suffix for path in folder.glob("*/*")} == {".cubin", ".json", ".so", ""}
 
 
+def test_a_folder_has_the_hash_of_this_very_triton(folder, monkeypatch, tmp_path):
+    from triton.runtime import cache
+
+    from tilewise.gpu.launch import triton_key
+
+    def refuse() -> str:
+        raise AssertionError("it was computed")
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
+    found = cache.triton_key()
+    monkeypatch.setattr(cache, "triton_key", refuse)
+    triton_key.keep.__wrapped__(folder)
+    assert cache.triton_key() == found and not (tmp_path / "cache").exists()
+
+
 def test_a_damaged_module_is_compiled(run, folder):
     module = next(folder.glob("cuda_utils/*.so"))
     module.write_bytes(module.read_bytes()[:-1])

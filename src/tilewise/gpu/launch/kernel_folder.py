@@ -2,7 +2,8 @@
 
 Triton finds a compiled kernel by a hash of all that makes it: sources, argument types, constants, options,
 the GPU's architecture, the versions of Triton and ptxas. The folder has a folder for each hash, with the
-machine code, Triton's description, and checksums of both; and beside them the C modules that launch kernels.
+machine code, Triton's description, and checksums of both. Beside them are the C modules that launch kernels,
+and Triton's hash of itself, for machines whose Triton is the very same, as in copies of an image.
 No path is read from it: it may be moved. Triton's cache looks there first; what is lacking or in no good
 state, Triton compiles into its usual cache.
 """
@@ -17,7 +18,6 @@ import os
 import platform
 import stat
 import sys
-import tempfile
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -28,11 +28,11 @@ from triton import knobs
 from triton.runtime.cache import CacheManager, FileCacheManager
 
 from tilewise.core.signature import Gpu
-from tilewise.gpu.launch import c_modules
+from tilewise.gpu.launch import c_modules, triton_key
+from tilewise.gpu.launch.files import WRITABLE, is_safe, write
 
 SUFFIXES = (".cubin", ".json")  # of what a launch reads; the steps before are left out
 CHECKSUMS, ABOUT = "checksums", "tilewise-kernels.json"
-WRITABLE = 0o022  # by a group or by everybody
 
 
 # ---- filling
@@ -55,6 +55,7 @@ def create(folder: Path, gpu: Gpu) -> None:
     write(about, json.dumps(versions() | {"capability": gpu.capability}, indent=1).encode())
     if (utils := c_modules.utils()) is not None:
         _put(folder / c_modules.UTILS, {c_modules.UTILS + c_modules.SUFFIX: utils})
+    triton_key.put(folder)
 
 
 def add(folder: Path, compiled: Any) -> None:
@@ -81,19 +82,6 @@ def _put(entry: Path, files: Mapping[str, bytes]) -> None:
 def _entry_name(key: str) -> str:
     """What Triton hands a cache manager for this hash."""
     return base64.b32encode(bytes.fromhex(key)).decode().rstrip("=")
-
-
-def write(path: Path, content: bytes) -> None:
-    """At once, so that nobody reads a half; readable for all, writable for its owner."""
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name)
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(content)
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
 
 
 def _digest(content: bytes) -> str:
@@ -154,8 +142,8 @@ _folder: Path | None = None
 _usual: type[CacheManager] = FileCacheManager
 
 
-def use(folder: Path, capability: tuple[int, int]) -> None:
-    """Have Triton look into the folder first, unless it is of other versions, which a warning says.
+def use(folder: Path, capability: tuple[int, int]) -> Path | None:
+    """Have Triton look into the folder first; where that is. None if it is of other versions: it warns.
 
     Raises:
         ValueError: there is no such folder, or others than its owner may write to it or exchange it: kernels
@@ -167,11 +155,12 @@ def use(folder: Path, capability: tuple[int, int]) -> None:
         raise ValueError(f"TILEWISE_KERNELS={str(given)!r} must be a folder of compiled kernels: {reason}")
     if reason := _mismatch(folder, capability):
         warnings.warn(f"TILEWISE_KERNELS={str(given)!r} is not used: {reason}", stacklevel=2)
-        return
+        return None
     if knobs.cache.manager_class is not FolderFirst:
         _usual = cast("type[CacheManager]", knobs.cache.manager_class) or FileCacheManager
         knobs.cache.manager_class = FolderFirst
     _folder = folder
+    return folder
 
 
 def _refusal(folder: Path) -> str | None:
@@ -186,14 +175,6 @@ def _refusal(folder: Path) -> str | None:
         if mode & WRITABLE and not mode & stat.S_ISVTX:
             return f"others may write to {str(folder.parent)!r} and put another in its place: see its mode"
     return None
-
-
-def is_safe(path: Path) -> bool:
-    """Whether it is this user's, or root's, as in a container's image, and nobody else can write to it."""
-    if not hasattr(os, "getuid"):
-        return True
-    state = path.stat(follow_symlinks=False)
-    return state.st_uid in (os.getuid(), 0) and not state.st_mode & WRITABLE
 
 
 def _mismatch(folder: Path, capability: tuple[int, int]) -> str | None:

@@ -157,13 +157,10 @@ def start(launch: Launch) -> Any:
 
     For a GPU that is not here, only compile: None.
     """
-    if not is_interpreted():
-        from tilewise.gpu.launch import triton_key
+    if stand_in() is not None:
+        from tilewise.gpu.launch import launcher, triton_key
 
         triton_key.keep()
-    if stand_in() is not None:
-        from tilewise.gpu.launch import launcher
-
         launcher.compile_only(launch.kernel, launch.arguments, launch.options())
         return None
     _make_context_current()
@@ -174,12 +171,15 @@ def start(launch: Launch) -> Any:
 @functools.cache
 def _use_kernel_folder() -> None:
     """Have Triton look into `$TILEWISE_KERNELS` first; once, as it says when it can't."""
-    folder = os.environ.get("TILEWISE_KERNELS")
-    if folder and not is_interpreted():
-        from tilewise.gpu.launch import kernel_folder
+    if is_interpreted():
+        return
+    from tilewise.gpu.launch import kernel_folder, triton_key
 
+    folder = None
+    if given := os.environ.get("TILEWISE_KERNELS"):
         # PyTorch says which GPU it is: Triton would compile C to ask, before it can look into the folder
-        kernel_folder.use(Path(folder), gpu_of(None).capability)
+        folder = kernel_folder.use(Path(given), gpu_of(None).capability)
+    triton_key.keep(folder)
 
 
 def bind(compiled: Any, grid: tuple[int, int, int]) -> BoundKernel | None:

@@ -24,29 +24,42 @@ import triton
 from triton import knobs
 from triton.runtime import cache, jit
 
-from tilewise.gpu.launch.kernel_folder import is_safe, write
+from tilewise.gpu.launch.files import is_safe, write
 
 
 @functools.cache
-def keep() -> None:
-    """Have Triton take its key from the file; write the file if there is none. Once a process."""
+def keep(folder: Path | None = None) -> None:
+    """Have Triton take its key from a file; write it into the cache if there is none. Once a process.
+
+    folder: of kernels, where the file may be too.
+    """
     hash_callees_first()
     compute = getattr(cache, "triton_key", None)
     if compute is None:
         return
     try:
-        path = Path(knobs.cache.dir) / f"tilewise-triton-{state_of_files()}"
+        name = file_name()
     except OSError:  # a file that goes, or a link to nothing
         return
-    with contextlib.suppress(OSError):
-        if is_safe(path) and (key := path.read_text()).startswith(triton.__version__):
-            cache.triton_key = lambda: key
-            return
+    paths = [place / name for place in (folder, Path(knobs.cache.dir)) if place is not None]
+    for path in paths:
+        with contextlib.suppress(OSError):
+            if is_safe(path) and (key := path.read_text()).startswith(triton.__version__):
+                cache.triton_key = lambda: key
+                return
     with contextlib.suppress(OSError):  # a cache that can't be written to
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write(path, compute().encode())
+        paths[-1].parent.mkdir(parents=True, exist_ok=True)
+        write(paths[-1], compute().encode())
 
 
+def put(folder: Path) -> None:
+    """Write the file into a folder of kernels."""
+    keep()
+    if hasattr(cache, "triton_key"):
+        write(folder / file_name(), cache.triton_key().encode())
+
+
+@functools.cache
 def hash_callees_first() -> None:
     """Of this library's functions."""
     finder: Any = getattr(jit, "DependenciesFinder", None)
@@ -62,8 +75,8 @@ def hash_callees_first() -> None:
     finder._update_hash = update_hash
 
 
-def state_of_files() -> str:
-    """A hash of the names, sizes and times of Triton's code: more files than the key reads, not one less.
+def file_name() -> str:
+    """With a hash of names, sizes and times of Triton's code: more files than the key reads, not one less.
 
     Links are followed: an editable install has its backends behind them.
     """
@@ -74,4 +87,5 @@ def state_of_files() -> str:
                 path = os.path.join(folder, name)
                 state = os.stat(path)
                 found.append((os.path.relpath(path, root), state.st_size, state.st_mtime_ns))
-    return hashlib.sha256(repr((str(root), sorted(found))).encode()).hexdigest()[:32]
+    digest = hashlib.sha256(repr((str(root), sorted(found))).encode()).hexdigest()
+    return f"tilewise-triton-{digest[:32]}"
