@@ -216,6 +216,17 @@ def test_third_derivatives_by_autograd_are_refused(backend):
             torch.autograd.grad(g.square().sum(), leaf, retain_graph=True)
 
 
+def test_hessian_vector_products_of_autograd_functional():
+    q, k, v = small()
+    f = lambda attend: lambda q: attend(q, k, v).pow(3).sum()  # noqa: E731
+    along = torch.randn_like(q)
+    with pytest.raises(NotImplementedError, match="hvp takes one; vhp, the same product, takes none"):
+        torch.autograd.functional.hvp(f(tilewise.attention), q, along)
+    _, found = torch.autograd.functional.vhp(f(tilewise.attention), q, along)
+    formula = f(lambda *x: tilewise.reference.attention(*x)[0])
+    torch.testing.assert_close(found, torch.autograd.functional.hvp(formula, q, along)[1])
+
+
 @pytest.mark.parametrize("dims", [(0, 0, 0), (0, None, None), (None, 1, 2)])
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"bias": True}, {"sinks": True}, {"packed": True}])
 def test_vmap_is_a_loop(dims, options):

@@ -115,6 +115,16 @@ def test_a_cache_is_taken_as_the_call_takes_it():
     assert one.bytes == 4 * (2 * 2 * 4 * 16 + keys + 2 + 2 * 4)
 
 
+def test_what_a_mask_hides_is_counted_and_the_words_say_so():
+    q = torch.zeros(1, 64, 2, 16)
+    every, blocks = tilewise.explain(q, q, q), torch.eye(4) > 0
+    for hidden in ({"mask": torch.eye(64) > 0}, {"mask_mod": lambda b, h, i, j: blocks[i // 16, j // 16]}):
+        e = tilewise.explain(q, q, q, **hidden)
+        assert e.flops == every.flops and "FLOP/byte, what the mask hides included" in str(e)
+    served = tilewise.explain(q, q, q, mask_mod=lambda b, h, i, j: j <= i)
+    assert served.flops < 0.6 * every.flops and "what the mask hides" not in str(served) + str(every)
+
+
 def test_a_paged_cache_is_left_as_it_was():
     cache = tilewise.PagedKVCache(32, 16, 2, 16, dtype=torch.float32)
     first = cache.allocate()

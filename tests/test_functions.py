@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
 import types
@@ -17,7 +18,10 @@ from tilewise.core.functions.captured import check_indices, pack
 from tilewise.core.functions.evaluate import Buffers
 from tilewise.core.functions.tile_map import EMPTY, FULL, edges, tile_kinds
 from tilewise.core.functions.trace import trace
+from tilewise.flex_attention import create_block_mask
 from tilewise.testing import check_attention
+
+SEEN = create_block_mask(lambda b, h, i, j: j <= i, None, None, 6, 6, device="cpu")
 
 
 def functions(table, slope, documents):
@@ -276,6 +280,24 @@ def test_the_default_dtype_and_layouts_are_seen():
         ),
         ({"mask_mod": lambda b, h, i, j: i.min(0) > 0}, NotImplementedError, "min takes two tensors.*line"),
         ({"mask_mod": lambda b, h, i, j: i.item() > 0}, TypeError, "no value while the function is traced"),
+        ({"score_mod": lambda s, b, h, i, j: s + math.log(i + 1)}, TypeError, "torch's functions for math's"),
+        ({"mask_mod": lambda b, h, i, j: [True, False][h]}, TypeError, "tensors for lists and dicts.*line"),
+        ({"mask_mod": lambda b, h, i, j: {0: True}[h]}, TypeError, "tensors for lists and dicts.*line"),
+        (
+            {"score_mod": lambda s, b, h, i, j: s + torch.ones(6, 3)[i] @ torch.ones(6, 3)[j]},
+            TypeError,
+            r"captured tensor of shape \(6, 3\) must be indexed down to one number.*line",
+        ),
+        (
+            {"score_mod": lambda s, b, h, i, j: s + torch.ones(6, 3)[i].mean()},
+            TypeError,
+            r"captured tensor of shape \(6, 3\) must be indexed down to one number.*line",
+        ),
+        ({"score_mod": lambda s, b, h, i, j: None}, TypeError, "it returns a NoneType, must.*line"),
+        ({"score_mod": lambda s, b, h, i, j: (s, i)}, TypeError, "it returns a tuple, must return one"),
+        ({"mask_mod": torch.ones(6, 6) > 0}, TypeError, r"must be a function of \(b, h,.*: pass it as mask$"),
+        ({"score_mod": torch.ones(6, 6)}, TypeError, r"must be a function of \(score,.*: pass it as bias$"),
+        ({"mask_mod": SEEN}, TypeError, r"must be a function of \(b, h,.*: pass it as block_mask$"),
         (
             {"mask_mod": lambda b, h, i, j: i.foo() > 0},
             TypeError,

@@ -58,6 +58,14 @@ def test_on_the_terminal(tmp_path):
     assert as_text(picture.kinds_of(read(f"{file}:near"), (64, 64), 4, 0, 1)) in output
 
 
+def test_a_function_of_other_arguments(tmp_path):
+    file = tmp_path / "scores.py"
+    file.write_text("def relative(score, b, h, q_idx, kv_idx):\n    return score\n")
+    code, output = run(f"{file}:relative")
+    assert code != 0 and "mask_mod=relative must take (b, h, q_idx, kv_idx)" in output
+    assert "scores.py:1" in output
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

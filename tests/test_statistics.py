@@ -443,6 +443,8 @@ def test_compiled_code_calls_it_outside_of_its_graph():
     assert torch.allclose(compiled(q), entropy(q)) and graphs.frame_count > 0
     q.requires_grad_()
     torch.testing.assert_close(*(torch.autograd.grad(f(q), q) for f in (compiled, entropy)))
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="return_aux breaks the graph: fullgraph=False"):
+        torch.compile(entropy, backend="eager", fullgraph=True)(q)
 
 
 def test_watched_calls_are_refused():

@@ -24,6 +24,7 @@ from tilewise.cache.paged import PagedKVCache
 from tilewise.cache.step import Rotary, cached_step
 from tilewise.core.checks import check_flag, check_known, check_tensors
 from tilewise.core.functions.call import Cached, with_functions
+from tilewise.core.functions.expression import decode
 from tilewise.core.problem import (
     AttentionProblem,
     Inputs,
@@ -52,7 +53,8 @@ class Explanation:
         backend: the backend that serves the forward.
         backward_backend: the one that serves the backward.
         reasons: for every backend, why it does not serve the call; None if it would.
-        flops: of the forward: 2 for each multiply-add of the visible (query, key) pairs.
+        flops: of the forward: 2 for each multiply-add of the (query, key) pairs that lengths, causal and
+            window leave. What only a mask, mask function or block mask hides is counted, also in bytes.
         bytes: the least the forward must move: each input and visible key read once, each output written
             once. Writing new tokens to a cache is not counted.
         device: the ceilings used; None for meta tensors, which no device computes with.
@@ -107,7 +109,7 @@ class Explanation:
             rows += ["functions  the score function is a number of each distance, read as a bias"]
         rows += [
             f"work       {self.flops / 1e9:.4g} GFLOP, {self.bytes / 1e6:.4g} MB: "
-            f"{self.intensity:.4g} FLOP/byte"
+            f"{self.intensity:.4g} FLOP/byte" + (", what the mask hides included" if _hides(p) else "")
         ]
         if p.device_type == "cuda" and torch.version.hip is not None:
             rows += [f"note       ROCm {torch.version.hip} is experimental: no such GPU was tried"]
@@ -125,6 +127,12 @@ class Explanation:
             f"bound      {self.bound}: "
             + (f"about {time} at the measured ceilings" if d.is_measured else f"at least {time}"),
         ]
+
+
+def _hides(problem: AttentionProblem) -> bool:
+    """Whether a mask or a mask function hides pairs that `flops` counts."""
+    functions = problem.functions
+    return problem.mask_shape is not None or (functions is not None and decode(functions).mask is not None)
 
 
 def _shortest_to_longest(sequences: tuple[Span, ...], side: str) -> str:

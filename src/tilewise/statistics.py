@@ -65,7 +65,8 @@ def attention_statistics(
 
     Returns:
         A `tilewise.Statistics`: attributes of the names that aux asks for, differentiable where `Aux` says.
-        A query that sees no key has lse and row_max -inf, entropy 0, weights 0 and keys -1.
+        A query that sees no key has row_max -inf, lse -inf (its sink's logit if it has one), entropy 0,
+        weights 0 and keys -1.
 
     Raises:
         ValueError, TypeError: an argument does not fit; the message names it and says what does.

@@ -111,7 +111,8 @@ def check_attention(
         lse_gradient: whether lse has a gradient, which not all backends serve.
 
     Returns:
-        One report a tensor: out, lse, dquery, dkey, dvalue, and dbias, dsinks where given.
+        One report a tensor: out, lse, dquery, dkey, dvalue, and dbias, dsinks where given. One of fewer than
+        65,536 numbers has a larger budget, a rounding of the largest products: give more to hold the rule.
 
     Raises:
         AssertionError: a tensor is over its budget; the message lists all.

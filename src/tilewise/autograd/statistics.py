@@ -50,7 +50,7 @@ def attention(
 @while_tracing
 def _disable() -> None:
     global _disabled
-    _disabled = torch.compiler.disable(_attention)
+    _disabled = torch.compiler.disable(_attention, reason="return_aux breaks the graph: fullgraph=False")
 
 
 def _attention(

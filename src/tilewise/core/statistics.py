@@ -171,7 +171,8 @@ class TopK(NamedTuple):
 class Statistics:
     """The answer to an `Aux`: attributes of the same names; None for what was not asked for.
 
-    A query that sees no key has lse and row_max -inf, entropy and expected_distance 0, weights 0 and keys -1.
+    A query that sees no key has row_max -inf, lse -inf (its sink's logit if it has one), entropy and
+    expected_distance 0, weights 0 and keys -1.
     Floating-point statistics are float32 (float64 for float64).
     """
 

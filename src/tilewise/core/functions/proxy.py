@@ -65,10 +65,7 @@ class Recorder:
             x = x.t
         if isinstance(x, Tensor):
             if x.ndim:
-                raise TypeError(
-                    f"a captured tensor of shape {tuple(x.shape)} must be indexed down to one number, "
-                    "as in table[h, i - j]"
-                )
+                raise TypeError(_not_a_number(x))
             return self.load(x, ()).node  # type: ignore[no-any-return]
         if isinstance(x, bool | int | float):
             if isinstance(x, int) and not -(1 << 63) <= x < 1 << 63:
@@ -106,10 +103,17 @@ class PartOfTensor:
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        part = next(a for a in args if isinstance(a, cls))
-        raise TypeError(
-            f"a captured tensor of {part.t.ndim} dimensions is indexed in {len(part.indices)} only"
-        )
+        raise TypeError(_not_a_number(next(a for a in args if isinstance(a, cls)).t))
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(_not_a_number(self.t))
+
+
+def _not_a_number(t: Tensor) -> str:
+    return (
+        f"a captured tensor of shape {tuple(t.shape)} must be indexed down to one number, as in "
+        "table[h, i - j]: compute what takes whole rows before the call"
+    )
 
 
 class Proxy:
@@ -138,14 +142,17 @@ class Proxy:
 
     def __bool__(self) -> bool:
         raise TypeError(
-            "a branch of Python's (if, and, or, not, min, max, a chain of comparisons) can't depend on the "
-            "score or its indices: use torch.where, &, |, ~, torch.minimum or torch.maximum"
+            "a branch of Python's (if, and, or, not, in, min, max, a chain of comparisons) can't depend on "
+            "the score or its indices: use torch.where, &, |, ~, torch.minimum or torch.maximum"
         )
 
     def __index__(self) -> int:
-        raise TypeError("the score and its indices have no value while the function is traced")
+        raise TypeError(
+            "the score and its indices have no value while the function is traced: use torch's functions for "
+            "math's, and tensors for lists and dicts that they index"
+        )
 
-    __int__ = __float__ = __iter__ = __index__  # type: ignore[assignment]
+    __int__ = __float__ = __iter__ = __hash__ = __index__  # type: ignore[assignment]
 
     def __getattr__(self, name: str) -> Any:
         if name in ("item", "tolist", "numpy"):
@@ -173,7 +180,7 @@ class Proxy:
 
 
 def _known() -> str:
-    return f"; it has {', '.join(sorted(METHODS))}"
+    return f"; it has tensor[index] of captured tensors, {', '.join(sorted(METHODS))}"
 
 
 def _flat(values: Iterable[Any]) -> Iterable[Any]:
@@ -354,7 +361,8 @@ for _name in ("sub", "truediv", "floordiv", "mod", "pow", "lshift", "rshift"):
     setattr(Proxy, f"__r{_name}__", _operator(f"r{_name}"))
 for _name in ("add", "mul", "and", "or", "xor"):
     setattr(Proxy, f"__r{_name}__", _operator(_name))
-Proxy.__hash__ = object.__hash__  # type: ignore[method-assign]
+for _name in ("add", "sub", "mul", "truediv", "matmul", "pow", "neg"):
+    setattr(PartOfTensor, f"__{_name}__", lambda self, *_: self.recorder.number(self.t))
 
 
 def line_of_frame(frame: FrameType | None) -> str:

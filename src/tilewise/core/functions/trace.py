@@ -136,6 +136,8 @@ def _call(name: str, function: Callable[..., Any], recorder: Recorder, operands:
     check_function(name, function)
     try:
         found = function(*operands)
+        if found is None or isinstance(found, tuple | list) or callable(found):
+            raise TypeError(f"it returns a {type(found).__name__}, must return one number")
         _check_kind(name, recorder.graph.nodes[recorder.number(found)].kind)
     except Exception as error:
         line = line_of_error(error.__traceback__) or _definition(function)
@@ -158,7 +160,10 @@ def check_function(name: str, function: Any) -> None:
     """Raises TypeError if it is none, or takes another number of arguments."""
     arguments = {"mask_mod": "(b, h, q_idx, kv_idx)", "score_mod": "(score, b, h, q_idx, kv_idx)"}[name]
     if not callable(function):
-        raise TypeError(f"{name}={shown(function)} must be a function of {arguments}")
+        tensor = "mask" if name == "mask_mod" else "bias"
+        place = {"Tensor": tensor, "BlockMask": "block_mask"}.get(type(function).__name__)
+        hint = "" if place is None else f": pass it as {place}"
+        raise TypeError(f"{name}={shown(function)} must be a function of {arguments}{hint}")
     try:
         inspect.signature(function).bind(*range(arguments.count(",") + 1))
     except ValueError:  # a built-in one, which does not say

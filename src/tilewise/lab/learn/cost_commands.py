@@ -165,7 +165,7 @@ def kv_memory_command(
         chosen = list(kv_memory.MODELS.values()) if model is None else [kv_memory.find_model(model)]
         rows = [_cache_row(known, context, batch, size) for known in chosen]
     beyond = [f"{m.name} {m.context}" for m in chosen if context > m.context]
-    note = "with MHA: if every query head had keys and values of its own."
+    note = "with MHA: if every query head had keys and values of its own, and no layer a window."
     if beyond:
         note += f"\n  *: longer than the model's context: {', '.join(beyond)} tokens."
     header = ["model", "a token", "cache", "in GiB", "with MHA", "smaller"]

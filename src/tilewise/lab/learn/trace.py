@@ -1,6 +1,6 @@
-"""Every number of tiled attention, tile by tile, from the very steps that the CPU backend runs.
+"""Every number of tiled attention, tile by tile, from the very steps that the `tiled` backend runs.
 
-Nothing is computed a second way here: a tile's arithmetic is `cpu.tiled.online_softmax_step` forward, and
+Nothing is computed a second way here: a tile's arithmetic is `tiled.backend.online_softmax_step` forward, and
 `recompute_step` and `gradient_step` backward. This module only walks the tiles in one of two orders, keeps
 the state between visits and writes down what went in and what came out:
 
@@ -141,7 +141,7 @@ def backward(
 ) -> BackwardTrace:
     """Trace the gradients of softmax(scale * Q K^T) V by recomputation from lse.
 
-    The walk is the CPU backend's: queries outer, keys inner. Arguments as for `forward`, and
+    The walk is that of `tiled`: queries outer, keys inner. Arguments as for `forward`, and
 
     Args:
         dout: gradient of the output (seqlen_q, head_dim_v).
@@ -159,7 +159,7 @@ def backward(
     operands = _operands(query, key, value, block_q, block_k, scale, causal)
     do = dout.detach().to("cpu", torch.float64)
     delta, scale = (do * trace.out).sum(-1), operands.scale
-    # dq lacks its factor of scale, as in the CPU backend
+    # dq lacks its factor of scale, as in `tiled`
     sums = dq, dk, dv = tuple(torch.zeros_like(t) for t in (operands.q, operands.k, operands.v))
 
     def step(tile: Tile) -> BackwardStep:
@@ -205,7 +205,7 @@ class _Operands:
         return Tile(i, j, rows, cols, kind)
 
     def scores(self, tile: Tile) -> Tensor:
-        """[1, block_q, block_k]: the tile functions of the CPU backend want a batch dimension."""
+        """[1, block_q, block_k]: the tile functions of `tiled` want a batch dimension."""
         s = torch.bmm(self.q[None, as_slice(tile.rows)], self.k[None, as_slice(tile.cols)].mT)
         if tile.kind is TileKind.EDGE:
             rows, cols = tile.rows, tile.cols

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from tilewise.core.functions.block_mask import block_kinds
 from tilewise.core.functions.tile_map import EMPTY, FULL, PARTIAL
+from tilewise.core.functions.trace import check_function
 from tilewise.faces.flex_attention import create_block_mask
 
 CELLS = 256  # a side of a picture at most; of longer masks a cell is several queries and keys
@@ -25,7 +27,8 @@ MEANINGS = {
 
 def kinds_of(mask_mod: Callable[..., Any], lengths: tuple[int, int], block: int, b: int, h: int) -> Tensor:
     """EMPTY, PARTIAL or FULL: uint8 (tiles of queries, tiles of keys), of batch entry b and head h."""
-    own = lambda _b, _h, i, j: mask_mod(b, h, i, j)  # noqa: E731
+    check_function("mask_mod", mask_mod)
+    own = wraps(mask_mod)(lambda _b, _h, i, j: mask_mod(b, h, i, j))
     return block_kinds(create_block_mask(own, None, None, *lengths, device="cpu", BLOCK_SIZE=block))[0, 0]
 
 
