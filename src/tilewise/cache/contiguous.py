@@ -114,7 +114,10 @@ class Storage:
             if t.device != storage.device:
                 raise ValueError(f"{name}.device={t.device} must equal the cache's device={storage.device}")
             if t.requires_grad and torch.is_grad_enabled():
-                raise ValueError(f"{name}.requires_grad=True must be False: a cache keeps no history")
+                raise ValueError(
+                    f"{name}.requires_grad=True must be False: a cache keeps no history, call under "
+                    "torch.no_grad()"
+                )
 
 
 def layout_hint(t: Tensor, heads: int, dim: int) -> str:
