@@ -281,7 +281,10 @@ PAGED = {
         dict(page_table=T([[0, -1], [1, 2]])),
         "page_table[0]=[0, -1] must index pages in [0, 5)",
     ),
-    "length": (dict(seqlens_k=T([9, 1])), "seqlens_k[0]=9 must satisfy 0 <= leftpad <= length <= capacity=8"),
+    "length": (
+        dict(seqlens_k=T([9, 1])),
+        "seqlens_k[0]=9 must satisfy 0 <= leftpad <= length <= capacity=8: these are the cache's lengths",
+    ),
     "leftpad": (dict(leftpad_k=T([0, 3])), "leftpad_k[1]=3, seqlens_k[1]=2 must satisfy"),
     "table shape": (dict(page_table=T([0, 1])), "page_table.shape=(2,) must be (batch=2, pages a sequence)"),
     "no lengths": (dict(seqlens_k=None), "seqlens_k=None must give each sequence's length"),
@@ -396,6 +399,11 @@ def test_a_misspelt_option_is_told_which_was_meant(name):
             "attention",
             "cu_seqlens",
             "packed sequences are attention_varlen's, with cu_seqlens_q and cu_seqlens_k",
+        ),
+        (
+            "attention_with_cache",
+            "cu_seqlens",
+            "packed sequences are attention_varlen's, with cu_seqlens_q and cu_seqlens_k, or cache.reserve's",
         ),
         ("attention_varlen", "cu_seqlens", "did you mean cu_seqlens_q?"),
         ("attention_with_cache", "rotary_cosine", "did you mean rotary_cos?"),

@@ -197,7 +197,7 @@ def _meant(name: str, known: tuple[str, ...]) -> str:
     return f"it has {', '.join(known)}"
 
 
-_VARLEN = "packed sequences are attention_varlen's, with cu_seqlens_q and cu_seqlens_k"
+_VARLEN = "packed sequences are attention_varlen's, with cu_seqlens_q and cu_seqlens_k, or cache.reserve's"
 _ALSO_CALLED = {  # the name elsewhere: the name here, and how the two differ
     **dict.fromkeys(("softmax_scale", "sm_scale", "scaling", "scale_factor"), ("scale", "")),
     "is_causal": ("causal", " (bottom-right aligned)"),
