@@ -115,6 +115,15 @@ def test_attention(name):
     assert "\n" not in str(caught.value)
 
 
+def test_autocast_casts_nothing_and_the_error_says_so():
+    """As where rotary embedding has made query and key float32, and value comes from a product."""
+    half = KV.to(torch.bfloat16)
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(TypeError, match="as autocast does not"):
+        tilewise.attention(Q, KV, half)
+    with pytest.raises(TypeError, match=r"must equal query\.dtype=torch\.float32$"):
+        tilewise.attention(Q, KV, half)
+
+
 def test_a_mask_of_two_meanings_is_told_which_was_taken():
     """(batch, seqlen_k) is as large as (seqlen_q, seqlen_k)."""
     q, mask = torch.randn(5, 5, 2, 8), torch.eye(5).cumsum(0) > 0
@@ -230,7 +239,7 @@ CACHE = {
     "tokens": (dict(key=x(2, 1, 3, 4), value=x(2, 2, 3, 4)), ValueError, "value.shape[1]=2 (new tokens) must equal key.shape[1]=1"),
     "dtype": (dict(key=x(2, 1, 3, 4).double(), value=x(2, 1, 3, 4)), TypeError, "key.dtype=torch.float64 must equal the cache's dtype"),
     "only a key": (dict(key=x(2, 1, 3, 4)), TypeError, "value=NoneType must be a torch.Tensor"),
-    "gradient": (dict(key=x(2, 1, 3, 4).requires_grad_(), value=x(2, 1, 3, 4)), ValueError, "key.requires_grad=True must be False"),
+    "gradient": (dict(key=x(2, 1, 3, 4).requires_grad_(), value=x(2, 1, 3, 4)), ValueError, "key.requires_grad=True must be False: a cache keeps no history, call under torch.no_grad()"),
     "query": (dict(query=x(2, 1, 3, 5), key=x(2, 1, 3, 4), value=x(2, 1, 3, 4)), ValueError, "key.shape[-1]=4 (head_dim) must equal query.shape[-1]=5"),
     "option": (dict(softcap=-1.0, key=x(2, 1, 3, 4), value=x(2, 1, 3, 4)), ValueError, "softcap=-1.0"),
     "precision": (dict(precision="fp16"), ValueError, "precision='fp16' must be 'ieee', 'tf32', 'fp8' or 'int8'"),
@@ -272,7 +281,10 @@ PAGED = {
         dict(page_table=T([[0, -1], [1, 2]])),
         "page_table[0]=[0, -1] must index pages in [0, 5)",
     ),
-    "length": (dict(seqlens_k=T([9, 1])), "seqlens_k[0]=9 must satisfy 0 <= leftpad <= length <= capacity=8"),
+    "length": (
+        dict(seqlens_k=T([9, 1])),
+        "seqlens_k[0]=9 must satisfy 0 <= leftpad <= length <= capacity=8: these are the cache's lengths",
+    ),
     "leftpad": (dict(leftpad_k=T([0, 3])), "leftpad_k[1]=3, seqlens_k[1]=2 must satisfy"),
     "table shape": (dict(page_table=T([0, 1])), "page_table.shape=(2,) must be (batch=2, pages a sequence)"),
     "no lengths": (dict(seqlens_k=None), "seqlens_k=None must give each sequence's length"),
@@ -387,6 +399,11 @@ def test_a_misspelt_option_is_told_which_was_meant(name):
             "attention",
             "cu_seqlens",
             "packed sequences are attention_varlen's, with cu_seqlens_q and cu_seqlens_k",
+        ),
+        (
+            "attention_with_cache",
+            "cu_seqlens",
+            "packed sequences are attention_varlen's, with cu_seqlens_q and cu_seqlens_k, or cache.reserve's",
         ),
         ("attention_varlen", "cu_seqlens", "did you mean cu_seqlens_q?"),
         ("attention_with_cache", "rotary_cosine", "did you mean rotary_cos?"),

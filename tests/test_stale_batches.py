@@ -140,6 +140,25 @@ def test_batches_of_another_cache():
     cache.write(tokens(1), tokens(1), batch)
 
 
+def test_layers_that_share_pages_reserve_once():
+    """Each layer that reserved would count the tokens again, and read rows that it never wrote."""
+    cache = paged()
+    layer = paged(shares=cache)
+    s = cache.allocate()
+    new = tokens(3)[None]
+    for each in (cache, layer):
+        for sequences in ([s], None):
+            with pytest.raises(ValueError, match=r"2 layers share these pages.*reserve\(\) once"):
+                tilewise.attention_with_cache(new, each, new, new, batch=sequences)
+            with pytest.raises(ValueError, match="2 layers share these pages"):
+                each.append(new, new, sequences)
+    assert cache.length(s) == 0 and cache.free_pages == 8
+    batch = cache.reserve([s], 3)
+    for each in (cache, layer):
+        out = tilewise.attention_with_cache(new, each, new, new, batch=batch)
+        assert torch.equal(tilewise.attention_with_cache(new, each, batch=[s]), out)  # nothing is new
+
+
 def test_eight_bit_pages_are_written_before_more_is_reserved():
     """A page is quantized as a whole: what stands behind a batch's tokens would be lost."""
     cache = paged(dtype=torch.float8_e4m3fn)

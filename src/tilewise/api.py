@@ -198,7 +198,8 @@ def attention_with_cache(
         key: (batch, new_tokens, num_kv_heads, head_dim) in `layout`, or packed; None appends nothing.
         value: likewise with head_dim_v; None for a cache whose values lie in its keys (`value_in_key`).
         batch: which sequences of a `PagedKVCache` these are. None: all that live; a list of sequences; or
-            what `cache.reserve` returned, which has counted the new tokens already.
+            what `cache.reserve` returned, which has counted the new tokens already. Layers that share pages
+            take new tokens with the last alone.
         rotary_cos, rotary_sin: (positions, rotary_dim / 2), as of `tilewise.rotary.rotary_tables`: query and
             key are rotated by their positions in the sequence first.
         rotary_interleaved: pairs are coordinates (0, 1), (2, 3), ...; otherwise (p, p + rotary_dim / 2).

@@ -173,20 +173,24 @@ class PagedModel:
             at += count
 
     def append(self) -> None:
+        """What `append` does, in both layers: it is for a cache of one layer."""
         if (sequence := self.some()) is None:
             return
         count = self.rng.choice(COUNTS)
         pages = {sequence: list(self.cache._table.pages[sequence])}
-        (key, value), length = tokens(1, count), self.cache.length(sequence)
-        if refused(lambda: self.cache.append(key, value, [sequence])):
+        (key, value), length = tokens(count), self.cache.length(sequence)
+        assert refused(lambda: self.cache.append(key[None], value[None], [sequence]))
+        try:
+            batch = self.cache.reserve([sequence], count)
+        except ValueError:
             assert self.cache.length(sequence) == length
             self.forget([sequence])
             return
         self.outdate_copied(pages)
-        empty = [torch.full_like(t[0], torch.nan) for t in (key, value)]
-        for layer, new in enumerate(((key[0], value[0]), empty)):
+        for layer, cache in enumerate(self.layers):
+            cache.write(key, value, batch)
             own = self.held[sequence][layer]
-            self.held[sequence][layer] = tuple(torch.cat(pair) for pair in zip(own, new))  # type: ignore[call-overload]
+            self.held[sequence][layer] = tuple(torch.cat(pair) for pair in zip(own, (key, value)))  # type: ignore[call-overload]
 
     def attend(self) -> None:
         """Any sequence that is written whole, by its number or by a batch without new tokens."""

@@ -114,7 +114,10 @@ class Storage:
             if t.device != storage.device:
                 raise ValueError(f"{name}.device={t.device} must equal the cache's device={storage.device}")
             if t.requires_grad and torch.is_grad_enabled():
-                raise ValueError(f"{name}.requires_grad=True must be False: a cache keeps no history")
+                raise ValueError(
+                    f"{name}.requires_grad=True must be False: a cache keeps no history, call under "
+                    "torch.no_grad()"
+                )
 
 
 def layout_hint(t: Tensor, heads: int, dim: int) -> str:
@@ -139,8 +142,9 @@ class KVCache(Storage):
 
     Attributes:
         key, value: the storage; rows from `lengths` on hold no tokens.
-        lengths: (batch,) int32, tokens held by each sequence, on the cache's device. Reading it raises
-            ValueError if an earlier call on a GPU has found a wrong length or page: see `check_errors`.
+        lengths: (batch,) int32, tokens held by each sequence, on the cache's device. May be written, as to
+            forget padding at a prompt's end. Reading it raises ValueError if an earlier call on a GPU has
+            found a wrong length or page: see `check_errors`.
 
     Raises:
         ValueError, TypeError: a size or dtype does not fit.

@@ -235,13 +235,15 @@ class PagedKVCache(Storage):
             sequences: one for each batch entry; None: all that live.
 
         Raises:
-            ValueError, TypeError: as `reserve` and `write`. Nothing has changed then.
+            ValueError, TypeError: as `reserve` and `write`, and where layers share the pages (`shares`).
+                Nothing has changed then.
         """
         counts = _token_counts("key", key)
         if value is not None and counts != (held := _token_counts("value", value)):
             raise ValueError(f"value has {held} new tokens, must have as many as key: {counts}")
         packed = [t if t is None or isinstance(t, Tensor) else torch.cat(list(t)) for t in (key, value)]
         assert packed[0] is not None
+        self.check_one_layer()
         self.check_new(packed[0], packed[1])
         batch = self.reserve(sequences, counts)
         self.write(packed[0], packed[1], batch)
@@ -274,6 +276,14 @@ class PagedKVCache(Storage):
                 storage.view(-1, *storage.shape[2:])[slots] = new
             else:
                 write_quantized(storage, scale, new, slots, batch)
+
+    def check_one_layer(self) -> None:
+        """Raise ValueError if layers share the pages: each that reserved would count the tokens again."""
+        if len(self._layers) > 1:
+            raise ValueError(
+                f"{len(self._layers)} layers share these pages (`shares`): reserve() once for all of them, "
+                "then write(), or attention_with_cache(..., batch=what reserve() returned), in each"
+            )
 
     def check_new(self, key: Tensor, value: Tensor | None, batch: PagedBatch | None = None) -> None:
         """Raise ValueError or TypeError unless key and value are new tokens of the batch for this cache."""

@@ -95,7 +95,10 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = Fal
         a in (1, b) for a, b in zip(reversed(tables), reversed(rows), strict=False)
     )
     if not fits:
-        raise ValueError(f"cos.shape={tuple(cos.shape)} must broadcast to x's (..., seqlen)={tuple(rows)}")
+        raise ValueError(
+            f"cos.shape={tuple(cos.shape)} without its last dimension must broadcast to x's "
+            f"(..., seqlen)={tuple(rows)}: of longer tables pass the rows of x's positions, as cos[:seqlen]"
+        )
     dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
     cos, sin = cos.to(dtype)[..., None, :], sin.to(dtype)[..., None, :]  # one for all heads
     rotated, rest = x[..., :rotary_dim].to(dtype), x[..., rotary_dim:]

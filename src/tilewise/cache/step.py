@@ -55,6 +55,8 @@ def cached_step(
         raise ValueError(
             f"batch must be what cache.reserve() returned for packed tokens: query.shape={tuple(query.shape)}"
         )
+    if key is not None:
+        cache.check_one_layer()
     sequences = cache.sequences if batch is None else integers("batch", batch)
     if len(sequences) != len(query) or (key is not None and len(key) != len(query)):
         raise ValueError(

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilewise.core.torch_private import while_tracing
+from tilewise.core.torch_private import is_any_autocast_enabled, while_tracing
 
 PRECISIONS = ("ieee", "tf32", "fp8", "int8")
 EIGHT_BIT = ("fp8", "int8")  # query, key, weights and value are rounded to 8 bits
@@ -40,7 +40,8 @@ def check_dtypes_and_devices(s: Any) -> None:
         if scale is not None and t.dtype != torch.float8_e4m3fn:
             raise TypeError(f"{name}.dtype={t.dtype} must be float8_e4m3fn when {name}_scale is given")
         if scale is None and t.dtype != s.query.dtype:
-            raise TypeError(f"{name}.dtype={t.dtype} must equal query.dtype={s.query.dtype}")
+            hint = ": cast one of them, as autocast does not" if is_any_autocast_enabled() else ""
+            raise TypeError(f"{name}.dtype={t.dtype} must equal query.dtype={s.query.dtype}{hint}")
     for name, t in zip(s._fields, s, strict=True):
         if t is not None and name not in ("dropout_seed", "captured_layout") and t.device != s.query.device:
             raise ValueError(f"{name}.device={t.device} must equal query.device={s.query.device}")
@@ -196,7 +197,7 @@ def _meant(name: str, known: tuple[str, ...]) -> str:
     return f"it has {', '.join(known)}"
 
 
-_VARLEN = "packed sequences are attention_varlen's, with cu_seqlens_q and cu_seqlens_k"
+_VARLEN = "packed sequences are attention_varlen's, with cu_seqlens_q and cu_seqlens_k, or cache.reserve's"
 _ALSO_CALLED = {  # the name elsewhere: the name here, and how the two differ
     **dict.fromkeys(("softmax_scale", "sm_scale", "scaling", "scale_factor"), ("scale", "")),
     "is_causal": ("causal", " (bottom-right aligned)"),

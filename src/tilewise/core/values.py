@@ -83,9 +83,10 @@ def _identity(problem: AttentionProblem, inputs: Inputs) -> Any:
 def _check_cached(problem: AttentionProblem, inputs: Inputs) -> None:
     for i, span in enumerate(spans(problem, inputs)):
         if not 0 <= span.k0 <= span.k1 <= problem.seqlen_k:
+            pad = "" if inputs.leftpad_k is None else f"leftpad_k[{i}]={span.k0}, "
             raise ValueError(
-                f"leftpad_k[{i}]={span.k0}, seqlens_k[{i}]={span.k1} must satisfy "
-                f"0 <= leftpad <= length <= capacity={problem.seqlen_k}"
+                f"{pad}seqlens_k[{i}]={span.k1} must satisfy 0 <= leftpad <= length <= "
+                f"capacity={problem.seqlen_k}: these are the cache's lengths"
             )
         if inputs.page_table is not None and problem.page_size:
             used = inputs.page_table[i, : -(-span.k1 // problem.page_size)]

@@ -36,7 +36,8 @@ def register(name: str = "tilewise", *, weight_rows: Sequence[int] | None = None
     Models of T5's kind are not switched as a whole: build them with it, or switch encoder and decoder each.
     It serves every model that goes through transformers' attention interface: grouped-query and cross
     attention, sliding windows, softcap, sinks, position biases, dropout in training, padding, dynamic and
-    static caches, and packed sequences (`cu_seq_lens_q`, `cu_seq_lens_k`, or position ids that restart).
+    static caches, and packed sequences (`cu_seq_lens_q`, `cu_seq_lens_k`, or position ids that restart, which
+    transformers recognizes with `use_cache=False` and without an attention mask only).
     Models whose layers multiply queries and keys themselves, as BLOOM's, are refused or stay with eager.
     Those that choose a class by name raise KeyError: Falcon, Data2Vec's vision model, SAM, SAM-HQ,
     DeepSeek-OCR 2, GPT-J, GPT-Neo, GIT, Bark and SuperGlue.
