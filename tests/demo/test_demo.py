@@ -1,6 +1,7 @@
 """`tilewise demo`: what it measures, what it says, and that a wrong attention cannot pass."""
 
 import re
+import statistics
 import sys
 import threading
 import time
@@ -247,7 +248,7 @@ def test_a_short_method_is_timed_when_it_is_steady():
         patch.setitem(METHODS, TILEWISE, unsteady)
         column = {TILEWISE: lengths.Cell(), STANDARD: lengths.Cell(skipped="too large")}
         lengths._time(data, column, QUICK)
-    assert max(column[TILEWISE].seconds) < 5e-3 and not column[STANDARD].seconds
+    assert statistics.median(column[TILEWISE].seconds) < 5e-3 and not column[STANDARD].seconds
 
 
 def test_the_sliced_float64_result_is_the_whole_one():
