@@ -185,6 +185,9 @@ def test_lengths_that_the_caller_replaces_or_changes():
     cache.lengths -= 2
     check_continues(cache, [4, 2], x)
     cache.key.zero_()
+    cache.lengths = torch.tensor(5, dtype=torch.int32).expand(2)  # which can't be counted in place
+    check_continues(cache, [5, 5], x)
+    cache.key.zero_()
     with torch.inference_mode():
         cache.lengths = torch.tensor([1, 6], dtype=torch.int32)
         check_continues(cache, [1, 6], x)

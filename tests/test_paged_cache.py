@@ -7,6 +7,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 import tilewise
 from tilewise import PagedKVCache, reference
+from tilewise.cache import step
+from tilewise.core.signature import Gpu, standing_in
 from tilewise.rotary import apply_rotary, rotary_tables
 from tilewise.testing import compare
 
@@ -300,6 +302,25 @@ def test_absorbed_latent_attention_stores_values_in_keys(paged):
     torch.testing.assert_close(out.double(), exact, rtol=1e-5, atol=1e-5)
     with pytest.raises(ValueError, match="value must be None"):
         cache.append(latent[:, :1], latent[:, :1, :, :16])
+
+
+def test_which_tokens_the_appending_kernel_takes(monkeypatch):
+    """Whole rows, which it copies bit by bit: other strides, and 8 bits, which have a scale, go another way."""
+    monkeypatch.setattr(step, "HAS_TRITON", True)
+
+    def takes(*tokens, dtype=torch.bfloat16):
+        cache = PagedKVCache(2, PAGE, 4, 4, dtype=dtype, device="meta")
+        batch = cache.reserve([cache.allocate()], 3)
+        return step.PagedStep(cache, batch, is_reserved=True)._is_fusible(*tokens, None)
+
+    plain = [torch.empty(1, 3, 4, 4, dtype=torch.bfloat16, device="meta") for _ in range(3)]
+    with standing_in(Gpu("H200", (9, 0), 132)):
+        assert takes(*plain) and takes(*plain[:2], None)
+        for n in range(3):
+            assert not takes(*(t.mT if i == n else t for i, t in enumerate(plain)))
+        query, *others = plain
+        for bits in (others, [t.to(torch.float8_e4m3fn) for t in others]):
+            assert not takes(query, *bits, dtype=torch.float8_e4m3fn)
 
 
 def test_eight_bit_storage_keeps_its_error():

@@ -191,6 +191,8 @@ class KVCache(Storage):
 
     @lengths.setter
     def lengths(self, lengths: Tensor) -> None:
+        if isinstance(lengths, Tensor):  # counted in place, by kernels too
+            lengths = lengths.contiguous()
         self._lengths = normal(lengths)
 
     def append(self, k: Tensor, v: Tensor | None = None) -> None:
