@@ -251,6 +251,36 @@ def test_vmap_is_a_loop(dims, options):
             torch.testing.assert_close(found_gradient[n], expected, rtol=1e-4, atol=1e-5)
 
 
+def test_vmap_of_nothing():
+    """Folded into the batch, and by the loop."""
+    q, sinks = torch.randn(0, 2, 5, 2, 4), torch.randn(0, 2)
+    for function, given in (
+        (lambda q: tilewise.attention(q, q, q), (q,)),
+        (lambda q, sinks: tilewise.attention(q, q, q, sinks=sinks), (q, sinks)),
+    ):
+        assert torch.func.vmap(function)(*given).shape == q.shape
+        summed = torch.func.grad(lambda *given: function(*given).sum())  # noqa: B023
+        assert torch.func.vmap(summed)(*given).shape == q.shape
+    no_keys = torch.randn(1, 0, 2, 4)
+    hessian = torch.func.hessian(lambda k: tilewise.attention(q.new_ones(1, 1, 2, 4), k, k).sum())(no_keys)
+    assert hessian.shape == (*no_keys.shape, *no_keys.shape)
+
+
+def test_values_that_are_keys_in_a_transform():
+    """Whose tensors do not say whose memory they share."""
+    q, k = torch.randn(3, 1, 5, 2, 4), torch.randn(3, 1, 5, 2, 4)
+
+    def function(q, k):
+        return tilewise.attention(q, k, k[..., :2], causal=True)
+
+    found = torch.func.vmap(function)(q, k)
+    gradient = torch.func.grad(lambda k: function(q[0], k).square().sum())(k[0])
+    leaf = k[0].clone().requires_grad_()
+    out = function(q[0], leaf)
+    torch.testing.assert_close(found[0], out)
+    torch.testing.assert_close(gradient, torch.autograd.grad(out.square().sum(), leaf)[0])
+
+
 @pytest.mark.parametrize("randomness", ["same", "different"])
 def test_vmap_draws_dropout(randomness):
     q, *_ = small(torch.float32)
