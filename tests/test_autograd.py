@@ -281,6 +281,32 @@ def test_values_that_are_keys_in_a_transform():
     torch.testing.assert_close(gradient, torch.autograd.grad(out.square().sum(), leaf)[0])
 
 
+class Tagged(torch.Tensor):
+    """A subclass, as packages for images have."""
+
+
+@pytest.mark.parametrize("which", [(0, 1, 2), (0,), (1,), (3,)])
+def test_tensors_of_a_subclass(which):
+    """Any argument may be one; the results then are."""
+    leaves = [torch.randn(1, 5, 2, 4, requires_grad=True) for _ in range(3)]
+    leaves.append(torch.randn(2, requires_grad=True))
+
+    def derivatives(*given):
+        out, lse = tilewise.attention(*given[:3], sinks=given[3], causal=True, return_lse=True)
+        first = torch.autograd.grad(out.square().sum() + lse.sum(), leaves, create_graph=True)
+        return out, *first, *torch.autograd.grad(sum(g.square().sum() for g in first), leaves)
+
+    found = derivatives(*(t.as_subclass(Tagged) if n in which else t for n, t in enumerate(leaves)))
+    assert type(found[0]) is Tagged
+    for t, expected in zip(found, derivatives(*leaves), strict=True):
+        torch.testing.assert_close(t.as_subclass(torch.Tensor), expected)
+    with torch.no_grad():
+        given = [t.as_subclass(Tagged) for t in leaves[:3]]
+        cache = tilewise.KVCache(1, 8, 2, 4, dtype=torch.float32)
+        cached = tilewise.attention_with_cache(given[0], cache, *given[1:])
+        torch.testing.assert_close(cached, tilewise.attention(*given, causal=True))
+
+
 @pytest.mark.parametrize("randomness", ["same", "different"])
 def test_vmap_draws_dropout(randomness):
     q, *_ = small(torch.float32)
