@@ -13,6 +13,7 @@ import tilewise
 from tilewise import reference
 from tilewise.core.functions.call import with_functions
 from tilewise.core.problem import Inputs, Options
+from tilewise.rotary import apply_rotary, rotary_tables
 
 CASES = [
     {},
@@ -393,6 +394,29 @@ def test_compiled_with_dynamic_shapes_packing_and_dropout():
         lambda q: tilewise.attention(q, q, q, dropout_p=0.5), fullgraph=True, backend="aot_eager"
     )
     assert dropped(q).isfinite().all() and not torch.equal(dropped(q), tilewise.attention(q, q, q))
+
+
+class WithBuffers(torch.nn.Module):
+    """Mask, bias and rotary tables of a module, whose sizes are constants where those of inputs are symbols."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mask", torch.rand(5, 5) > 0.3)
+        self.bias = torch.nn.Parameter(torch.randn(1, 2, 5, 5))
+        cos, sin = rotary_tables(torch.arange(5), 4)
+        self.register_buffer("cos", cos)
+        self.register_buffer("sin", sin)
+
+    def forward(self, x):
+        x = apply_rotary(x, self.cos, self.sin)
+        x = tilewise.attention(x, x, x, mask=self.mask, bias=self.bias).transpose(1, 2)
+        return tilewise.scaled_dot_product_attention(x, x, x, attn_mask=self.mask)
+
+
+def test_compiled_with_sizes_of_which_some_are_symbols():
+    module, x = WithBuffers(), torch.randn(2, 5, 2, 4)
+    compiled = torch.compile(module, fullgraph=True, backend="eager", dynamic=True)
+    torch.testing.assert_close(compiled(x), module(x))
 
 
 def test_compiling_a_bad_call_is_an_error():
