@@ -196,6 +196,23 @@ def test_lengths_that_the_caller_replaces_or_changes():
         check_continues(cache, [2, 2], x)
 
 
+@pytest.mark.parametrize(
+    ("lengths", "error", "match"),
+    [
+        ([1, 2], TypeError, "lengths of list"),
+        (torch.tensor([1.0, 2.0]), TypeError, "lengths of torch.float32"),
+        (torch.tensor([3]), ValueError, r"lengths.shape=\(1,\) must be \(batch,\)=\(2,\)"),
+        (torch.tensor(3), ValueError, r"lengths.shape=\(\)"),
+        (torch.tensor([1, 2], device="meta"), ValueError, "lengths.device=meta"),
+    ],
+)
+def test_lengths_that_are_none(lengths, error, match):
+    cache = tilewise.KVCache(2, 8, 2, 4, dtype=torch.float32)
+    with pytest.raises(error, match=match):
+        cache.lengths = lengths
+    check_continues(cache, [0, 0], torch.randn(2, 1, 2, 4))
+
+
 def by_torch_save(cache):
     file = io.BytesIO()
     torch.save(cache, file)

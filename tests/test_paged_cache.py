@@ -534,6 +534,7 @@ def test_wrong_arguments_are_named_and_change_nothing():
     lists = [torch.randn(n, 2, 8) for n in (3, 5)], [torch.randn(n, 2, 6) for n in (5, 3)]
     wrong = [
         (lambda: cache.append(*lists), ValueError, r"value has \[5, 3\]"),
+        (lambda: cache.append([*lists[0][:1], k[0, ..., :5]], lists[1]), ValueError, "of the same heads"),
         (lambda: cache.append("k", v, [0]), TypeError, "key"),
         (lambda: cache.append(k, 3, [0]), TypeError, "value"),
         (lambda: cache.append(k[0, 0], v, [0]), ValueError, "key"),

@@ -140,7 +140,8 @@ class KVCache(Storage):
     Attributes:
         key, value: the storage; rows from `lengths` on hold no tokens.
         lengths: (batch,) int32, tokens held by each sequence, on the cache's device. Reading it raises
-            ValueError if an earlier call on a GPU has found a wrong length or page: see `check_errors`.
+            ValueError if an earlier call on a GPU has found a wrong length or page: see `check_errors`. May be
+            set; what is no int32 or int64 (batch,) tensor on that device raises TypeError or ValueError.
 
     Raises:
         ValueError, TypeError: a size or dtype does not fit.
@@ -191,9 +192,16 @@ class KVCache(Storage):
 
     @lengths.setter
     def lengths(self, lengths: Tensor) -> None:
-        if isinstance(lengths, Tensor):  # counted in place, by kernels too
-            lengths = lengths.contiguous()
-        self._lengths = normal(lengths)
+        if not isinstance(lengths, Tensor) or lengths.dtype not in (torch.int32, torch.int64):
+            found = lengths.dtype if isinstance(lengths, Tensor) else type(lengths).__name__
+            raise TypeError(f"lengths of {found} must be an int32 or int64 tensor")
+        if lengths.shape != self._lengths.shape:
+            batch = self._lengths.shape[0]
+            raise ValueError(f"lengths.shape={tuple(lengths.shape)} must be (batch,)=({batch},)")
+        if lengths.device != self._lengths.device:
+            where = self._lengths.device
+            raise ValueError(f"lengths.device={lengths.device} must equal the cache's device={where}")
+        self._lengths = normal(lengths.contiguous())  # counted in place, by kernels too
 
     def append(self, k: Tensor, v: Tensor | None = None) -> None:
         """Write new tokens behind those each sequence holds.
