@@ -397,7 +397,7 @@ def test_compiled_with_dynamic_shapes_packing_and_dropout():
 
 
 class WithBuffers(torch.nn.Module):
-    """Mask, bias and rotary tables of a module, whose sizes are constants where those of inputs are symbols."""
+    """Mask, bias and rotary tables, whose sizes are constants where those of inputs are symbols."""
 
     def __init__(self):
         super().__init__()

@@ -7,7 +7,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 import tilewise
 from tilewise import PagedKVCache, reference
-from tilewise.cache import step
+from tilewise.cache import step as cache_step
 from tilewise.core.signature import Gpu, standing_in
 from tilewise.rotary import apply_rotary, rotary_tables
 from tilewise.testing import compare
@@ -305,13 +305,13 @@ def test_absorbed_latent_attention_stores_values_in_keys(paged):
 
 
 def test_which_tokens_the_appending_kernel_takes(monkeypatch):
-    """Whole rows, which it copies bit by bit: other strides, and 8 bits, which have a scale, go another way."""
-    monkeypatch.setattr(step, "HAS_TRITON", True)
+    """Whole rows, which it copies bit by bit: not other strides, nor 8 bits, which have a scale."""
+    monkeypatch.setattr(cache_step, "HAS_TRITON", True)
 
     def takes(*tokens, dtype=torch.bfloat16):
         cache = PagedKVCache(2, PAGE, 4, 4, dtype=dtype, device="meta")
         batch = cache.reserve([cache.allocate()], 3)
-        return step.PagedStep(cache, batch, is_reserved=True)._is_fusible(*tokens, None)
+        return cache_step.PagedStep(cache, batch, is_reserved=True)._is_fusible(*tokens, None)
 
     plain = [torch.empty(1, 3, 4, 4, dtype=torch.bfloat16, device="meta") for _ in range(3)]
     with standing_in(Gpu("H200", (9, 0), 132)):

@@ -140,8 +140,8 @@ class KVCache(Storage):
     Attributes:
         key, value: the storage; rows from `lengths` on hold no tokens.
         lengths: (batch,) int32, tokens held by each sequence, on the cache's device. Reading it raises
-            ValueError if an earlier call on a GPU has found a wrong length or page: see `check_errors`. May be
-            set; what is no int32 or int64 (batch,) tensor on that device raises TypeError or ValueError.
+            ValueError if an earlier call on a GPU has found a wrong length or page: see `check_errors`. It
+            may be set, to a tensor of that shape and device, int32 or int64.
 
     Raises:
         ValueError, TypeError: a size or dtype does not fit.
