@@ -120,7 +120,7 @@ class Step(ABC, Generic[C]):
         """Rotate query and key and store the new tokens in one launch on a GPU; query as it is to be used."""
 
     def undo(self) -> None:
-        """Leave the cache as it was before the step; nothing is to be done where no pages were reserved."""
+        """Leave the cache as it was before the step; pages that the caller reserved stay so."""
 
     def check_rotary(self, rotary: Rotary) -> None:
         """Raise ValueError or TypeError unless the tables fit."""
@@ -169,7 +169,7 @@ class Step(ABC, Generic[C]):
 
 class ContiguousStep(Step[KVCache]):
     def __init__(self, cache: KVCache, new_tokens: int) -> None:
-        self.cache, self.new_tokens = cache, new_tokens
+        self.cache, self.new_tokens, self.written = cache, new_tokens, 0
 
     def longest(self) -> int:
         return max(self.cache.held() or [0]) + self.new_tokens
@@ -185,6 +185,11 @@ class ContiguousStep(Step[KVCache]):
 
     def write(self, key: Tensor, value: Tensor | None) -> None:
         self.cache.write(key, value)
+        self.written = self.new_tokens
+
+    def undo(self) -> None:
+        if self.written:
+            self.cache.advance(-self.written)
 
     def fused_write(self, query: Tensor, key: Tensor, value: Tensor | None, rotary: Rotary | None) -> Tensor:
         from tilewise.gpu.triton.append import Tokens, append
