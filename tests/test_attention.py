@@ -165,6 +165,8 @@ def test_a_bias_where_there_are_no_keys_has_gradient_0(monkeypatch, backend, sha
 def test_no_heads():
     x = torch.randn(2, 3, 0, 8)
     assert tilewise.attention(x, x, x).shape == (2, 3, 0, 8)
+    key = torch.randn(2, 5, 1, 8)
+    assert tilewise.attention(x, key, key).shape == (2, 3, 0, 8)
 
 
 def test_strided_views_are_not_copied(monkeypatch):

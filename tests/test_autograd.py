@@ -13,6 +13,7 @@ import tilewise
 from tilewise import reference
 from tilewise.core.functions.call import with_functions
 from tilewise.core.problem import Inputs, Options
+from tilewise.rotary import apply_rotary, rotary_tables
 
 CASES = [
     {},
@@ -262,6 +263,62 @@ def test_vmap_is_a_loop(dims, options):
             torch.testing.assert_close(found_gradient[n], expected, rtol=1e-4, atol=1e-5)
 
 
+def test_vmap_of_nothing():
+    """Folded into the batch, and by the loop."""
+    q, sinks = torch.randn(0, 2, 5, 2, 4), torch.randn(0, 2)
+    for function, given in (
+        (lambda q: tilewise.attention(q, q, q), (q,)),
+        (lambda q, sinks: tilewise.attention(q, q, q, sinks=sinks), (q, sinks)),
+    ):
+        assert torch.func.vmap(function)(*given).shape == q.shape
+        summed = torch.func.grad(lambda *given: function(*given).sum())  # noqa: B023
+        assert torch.func.vmap(summed)(*given).shape == q.shape
+    no_keys = torch.randn(1, 0, 2, 4)
+    hessian = torch.func.hessian(lambda k: tilewise.attention(q.new_ones(1, 1, 2, 4), k, k).sum())(no_keys)
+    assert hessian.shape == (*no_keys.shape, *no_keys.shape)
+
+
+def test_values_that_are_keys_in_a_transform():
+    """Whose tensors do not say whose memory they share."""
+    q, k = torch.randn(3, 1, 5, 2, 4), torch.randn(3, 1, 5, 2, 4)
+
+    def function(q, k):
+        return tilewise.attention(q, k, k[..., :2], causal=True)
+
+    found = torch.func.vmap(function)(q, k)
+    gradient = torch.func.grad(lambda k: function(q[0], k).square().sum())(k[0])
+    leaf = k[0].clone().requires_grad_()
+    out = function(q[0], leaf)
+    torch.testing.assert_close(found[0], out)
+    torch.testing.assert_close(gradient, torch.autograd.grad(out.square().sum(), leaf)[0])
+
+
+class Tagged(torch.Tensor):
+    """A subclass, as packages for images have."""
+
+
+@pytest.mark.parametrize("which", [(0, 1, 2), (0,), (1,), (3,)])
+def test_tensors_of_a_subclass(which):
+    """Any argument may be one; the results then are."""
+    leaves = [torch.randn(1, 5, 2, 4, requires_grad=True) for _ in range(3)]
+    leaves.append(torch.randn(2, requires_grad=True))
+
+    def derivatives(*given):
+        out, lse = tilewise.attention(*given[:3], sinks=given[3], causal=True, return_lse=True)
+        first = torch.autograd.grad(out.square().sum() + lse.sum(), leaves, create_graph=True)
+        return out, *first, *torch.autograd.grad(sum(g.square().sum() for g in first), leaves)
+
+    found = derivatives(*(t.as_subclass(Tagged) if n in which else t for n, t in enumerate(leaves)))
+    assert type(found[0]) is Tagged
+    for t, expected in zip(found, derivatives(*leaves), strict=True):
+        torch.testing.assert_close(t.as_subclass(torch.Tensor), expected)
+    with torch.no_grad():
+        given = [t.as_subclass(Tagged) for t in leaves[:3]]
+        cache = tilewise.KVCache(1, 8, 2, 4, dtype=torch.float32)
+        cached = tilewise.attention_with_cache(given[0], cache, *given[1:])
+        torch.testing.assert_close(cached, tilewise.attention(*given, causal=True))
+
+
 @pytest.mark.parametrize("randomness", ["same", "different"])
 def test_vmap_draws_dropout(randomness):
     q, *_ = small(torch.float32)
@@ -348,6 +405,29 @@ def test_compiled_with_dynamic_shapes_packing_and_dropout():
         lambda q: tilewise.attention(q, q, q, dropout_p=0.5), fullgraph=True, backend="aot_eager"
     )
     assert dropped(q).isfinite().all() and not torch.equal(dropped(q), tilewise.attention(q, q, q))
+
+
+class WithBuffers(torch.nn.Module):
+    """Mask, bias and rotary tables, whose sizes are constants where those of inputs are symbols."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mask", torch.rand(5, 5) > 0.3)
+        self.bias = torch.nn.Parameter(torch.randn(1, 2, 5, 5))
+        cos, sin = rotary_tables(torch.arange(5), 4)
+        self.register_buffer("cos", cos)
+        self.register_buffer("sin", sin)
+
+    def forward(self, x):
+        x = apply_rotary(x, self.cos, self.sin)
+        x = tilewise.attention(x, x, x, mask=self.mask, bias=self.bias).transpose(1, 2)
+        return tilewise.scaled_dot_product_attention(x, x, x, attn_mask=self.mask)
+
+
+def test_compiled_with_sizes_of_which_some_are_symbols():
+    module, x = WithBuffers(), torch.randn(2, 5, 2, 4)
+    compiled = torch.compile(module, fullgraph=True, backend="eager", dynamic=True)
+    torch.testing.assert_close(compiled(x), module(x))
 
 
 def test_compiling_a_bad_call_is_an_error():

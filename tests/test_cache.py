@@ -185,12 +185,32 @@ def test_lengths_that_the_caller_replaces_or_changes():
     cache.lengths -= 2
     check_continues(cache, [4, 2], x)
     cache.key.zero_()
+    cache.lengths = torch.tensor(5, dtype=torch.int32).expand(2)  # which can't be counted in place
+    check_continues(cache, [5, 5], x)
+    cache.key.zero_()
     with torch.inference_mode():
         cache.lengths = torch.tensor([1, 6], dtype=torch.int32)
         check_continues(cache, [1, 6], x)
         cache.key.zero_()
         cache.lengths.fill_(2)
         check_continues(cache, [2, 2], x)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "error", "match"),
+    [
+        ([1, 2], TypeError, "lengths of list"),
+        (torch.tensor([1.0, 2.0]), TypeError, "lengths of torch.float32"),
+        (torch.tensor([3]), ValueError, r"lengths.shape=\(1,\) must be \(batch,\)=\(2,\)"),
+        (torch.tensor(3), ValueError, r"lengths.shape=\(\)"),
+        (torch.tensor([1, 2], device="meta"), ValueError, "lengths.device=meta"),
+    ],
+)
+def test_lengths_that_are_none(lengths, error, match):
+    cache = tilewise.KVCache(2, 8, 2, 4, dtype=torch.float32)
+    with pytest.raises(error, match=match):
+        cache.lengths = lengths
+    check_continues(cache, [0, 0], torch.randn(2, 1, 2, 4))
 
 
 def by_torch_save(cache):

@@ -150,3 +150,21 @@ def test_a_refused_step_changes_nothing():
         tilewise.attention_with_cache(
             q, contiguous, k, v, mask_mod=lambda b, h, i, j: torch.ones(3)[i] > 0
         )  # fmt: skip
+
+
+@pytest.mark.parametrize("is_paged", [False, True], ids=["contiguous", "paged"])
+def test_an_index_out_of_range_leaves_the_cache_as_it_was(is_paged):
+    """Which only the run finds, when the new tokens have been written."""
+    x, table = torch.randn(1, 3, 1, 4), torch.zeros(5)
+    if is_paged:
+        cache = tilewise.PagedKVCache(2, 16, 1, 4, dtype=torch.float32)
+        cache.append(x, x, [cache.allocate()])
+    else:
+        cache = tilewise.KVCache(1, 8, 1, 4, dtype=torch.float32)
+        cache.append(x, x)
+    with pytest.raises(IndexError, match="index 5 in dimension 0"):
+        tilewise.attention_with_cache(x, cache, x, x, score_mod=lambda s, b, h, i, j: s + table[j])
+    assert (cache.length(0) if is_paged else cache.lengths.tolist()) == (3 if is_paged else [3])
+    found = tilewise.attention_with_cache(x, cache, x, x)
+    both = torch.cat([x, x], 1)
+    torch.testing.assert_close(found, tilewise.attention(x, both, both, causal=True))

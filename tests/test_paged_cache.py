@@ -9,6 +9,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 import tilewise
 from tilewise import PagedKVCache, reference
+from tilewise.cache import step as cache_step
+from tilewise.core.signature import Gpu, standing_in
 from tilewise.rotary import apply_rotary, rotary_tables
 from tilewise.testing import compare
 
@@ -306,6 +308,25 @@ def test_absorbed_latent_attention_stores_values_in_keys(paged):
         cache.append(latent[:, :1], latent[:, :1, :, :16])
 
 
+def test_which_tokens_the_appending_kernel_takes(monkeypatch):
+    """Whole rows, which it copies bit by bit: not other strides, nor 8 bits, which have a scale."""
+    monkeypatch.setattr(cache_step, "HAS_TRITON", True)
+
+    def takes(*tokens, dtype=torch.bfloat16):
+        cache = PagedKVCache(2, PAGE, 4, 4, dtype=dtype, device="meta")
+        batch = cache.reserve([cache.allocate()], 3)
+        return cache_step.PagedStep(cache, batch, is_reserved=True)._is_fusible(*tokens, None)
+
+    plain = [torch.empty(1, 3, 4, 4, dtype=torch.bfloat16, device="meta") for _ in range(3)]
+    with standing_in(Gpu("H200", (9, 0), 132)):
+        assert takes(*plain) and takes(*plain[:2], None)
+        for n in range(3):
+            assert not takes(*(t.mT if i == n else t for i, t in enumerate(plain)))
+        query, *others = plain
+        for bits in (others, [t.to(torch.float8_e4m3fn) for t in others]):
+            assert not takes(query, *bits, dtype=torch.float8_e4m3fn)
+
+
 def test_eight_bit_storage_keeps_its_error():
     """Every number within |x| / 16 + a / 114688, also after many appends that raise the scale."""
     cache = PagedKVCache(4, 16, 2, 8, dtype=torch.float8_e4m3fn)
@@ -517,6 +538,7 @@ def test_wrong_arguments_are_named_and_change_nothing():
     lists = [torch.randn(n, 2, 8) for n in (3, 5)], [torch.randn(n, 2, 6) for n in (5, 3)]
     wrong = [
         (lambda: cache.append(*lists), ValueError, r"value has \[5, 3\]"),
+        (lambda: cache.append([*lists[0][:1], k[0, ..., :5]], lists[1]), ValueError, "of the same heads"),
         (lambda: cache.append("k", v, [0]), TypeError, "key"),
         (lambda: cache.append(k, 3, [0]), TypeError, "value"),
         (lambda: cache.append(k[0, 0], v, [0]), ValueError, "key"),

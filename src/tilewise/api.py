@@ -215,8 +215,8 @@ def attention_with_cache(
         As `attention`; packed as `attention_varlen` for packed queries.
 
     Raises:
-        ValueError, TypeError, NotImplementedError: as `attention`, and when the cache would overflow or a
-            new key or value requires grad. The cache is then unchanged.
+        ValueError, TypeError, NotImplementedError, IndexError: as `attention`, and when the cache would
+            overflow or a new key or value requires grad. The cache is then unchanged.
 
     Absorbed multi-head latent attention (DeepSeek-V2, 2024) is one KV head of head_dim 576 whose first 512
     coordinates are the values: `PagedKVCache(..., 1, 576, head_dim_v=512, value_in_key=True)`.
@@ -261,18 +261,18 @@ def attention_with_cache(
         elif not torch.compiler.is_compiling():
             entry = functions.check(inputs, options, backend, request)  # before the cache changes
         query = step.store(query, key, value, rotary)
-    except Exception:
+        if query is not inputs.query:
+            inputs, entry = inputs._replace(query=query), None
+        aux, is_known = None, step.are_lengths_known()
+        if return_aux is not None:
+            out, lse, aux = statistics.attention(inputs, options, backend, return_aux, is_known)
+        else:
+            out, lse = functions.attention(
+                inputs, options, backend, request, are_values_known=is_known, entry=entry
+            )
+    except Exception:  # also what only a run finds, as an index of a function that is out of range
         step.undo()
         raise
-    if query is not inputs.query:
-        inputs, entry = inputs._replace(query=query), None
-    aux, is_known = None, step.are_lengths_known()
-    if return_aux is not None:
-        out, lse, aux = statistics.attention(inputs, options, backend, return_aux, is_known)
-    else:
-        out, lse = functions.attention(
-            inputs, options, backend, request, are_values_known=is_known, entry=entry
-        )
     check_if_debugging()
     if layout == "bhsd" and out.ndim == 4:
         out = out.transpose(1, 2)

@@ -24,8 +24,8 @@ from tilewise.core.checks import refuse_other_derivatives
 from tilewise.core.functions.expression import decode
 from tilewise.core.plan import Results
 from tilewise.core.problem import Gradients, Inputs, Options, describe
-from tilewise.core.signature import Request, all_resolved, new_out
-from tilewise.core.torch_private import is_plain_eager, own_dtypes
+from tilewise.core.signature import Request, all_resolved, new_out, plain
+from tilewise.core.torch_private import PLAIN_TYPES, is_plain_eager, own_dtypes
 from tilewise.dispatch import plans
 from tilewise.tiled import second_order
 
@@ -69,7 +69,7 @@ def _rebuild(arguments: Sequence[Any]) -> tuple[Inputs, Options, tuple[Any, ...]
 
 
 def _attention(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-    inputs, options, (order, saves, backend) = _rebuild(arguments)
+    inputs, options, (order, saves, backend) = _rebuild(tuple(map(plain, arguments)))
     out, lse, residual = plans.attend(inputs, options, backend, Request(residual=saves, order=order))
     assert out is not None and lse is not None
     if not saves:
@@ -90,9 +90,9 @@ def _attention_fake(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
 def _attention_backward(
     dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, residual: Tensor | None, *arguments: Any
 ) -> tuple[Tensor, ...]:
-    inputs, options, (backend, needs_bias_gradient) = _rebuild(arguments)
-    results = Results(out, lse, residual)
-    grads = plans.differentiate(inputs, results, dout, dlse, options, backend, needs_bias_gradient)
+    inputs, options, (backend, needs_bias_gradient) = _rebuild(tuple(map(plain, arguments)))
+    dout, dlse, *found = map(plain, (dout, dlse, out, lse, residual))
+    grads = plans.differentiate(inputs, Results(*found), dout, dlse, options, backend, needs_bias_gradient)
     return _no_none(grads if needs_bias_gradient else grads._replace(bias=None), dout)
 
 
@@ -169,7 +169,8 @@ _KERNELS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
 
 def call(name: str, tensor: Tensor, *arguments: Any) -> Any:
     """The operator `name`, without PyTorch's dispatcher where nothing has to see it and there are values."""
-    if is_plain_eager(tensor) and not tensor.is_meta:
+    others = (type(t) in PLAIN_TYPES for t in arguments if isinstance(t, Tensor))
+    if is_plain_eager(tensor) and not tensor.is_meta and all(others):
         return _KERNELS[name][0](*all_resolved((tensor, *arguments)))
     return getattr(torch.ops.tilewise, name)(tensor, *arguments)
 

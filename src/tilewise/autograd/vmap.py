@@ -55,9 +55,24 @@ def _stack(t: Tensor | None, dim: int | None, size: int) -> Tensor | None:
 
 def loop(function: Callable[..., tuple[Tensor, ...]], info: Any, in_dims: Any, arguments: Any) -> Any:
     """Run one by one and stack."""
+    if info.batch_size == 0:
+        return _of_none(function, in_dims, arguments)
     rows = [
         function(*(t if dim is None else t.select(dim, n) for t, dim in zip(arguments, in_dims)))
         for n in range(info.batch_size)
     ]
     outputs = tuple(torch.stack(column) for column in zip(*rows))
+    return outputs, (0,) * len(outputs)
+
+
+def _of_none(function: Callable[..., Any], in_dims: Any, arguments: Any) -> tuple[Any, Any]:
+    """The stacked results of no rows, in the shapes that one would have."""
+
+    def one(t: Any, dim: int | None) -> Any:
+        shape = [n for place, n in enumerate(t.shape) if place != dim]
+        return t.new_empty(shape, device="meta")
+
+    row = function(*(one(t, dim) if isinstance(t, Tensor) else t for t, dim in zip(arguments, in_dims)))
+    device = next(t.device for t in arguments if isinstance(t, Tensor))
+    outputs = tuple(t.new_empty((0, *t.shape), device=device) for t in row)
     return outputs, (0,) * len(outputs)

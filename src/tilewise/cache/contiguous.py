@@ -142,9 +142,10 @@ class KVCache(Storage):
 
     Attributes:
         key, value: the storage; rows from `lengths` on hold no tokens.
-        lengths: (batch,) int32, tokens held by each sequence, on the cache's device. May be written, as to
-            forget padding at a prompt's end. Reading it raises ValueError if an earlier call on a GPU has
-            found a wrong length or page: see `check_errors`.
+        lengths: (batch,) int32, tokens held by each sequence, on the cache's device. May be written, or set to
+            a tensor of that shape and device, int32 or int64, as to forget padding at a prompt's end. Reading
+            it raises ValueError if an earlier call on a GPU has found a wrong length or page: see
+            `check_errors`.
 
     Raises:
         ValueError, TypeError: a size or dtype does not fit.
@@ -195,7 +196,16 @@ class KVCache(Storage):
 
     @lengths.setter
     def lengths(self, lengths: Tensor) -> None:
-        self._lengths = normal(lengths)
+        if not isinstance(lengths, Tensor) or lengths.dtype not in (torch.int32, torch.int64):
+            found = lengths.dtype if isinstance(lengths, Tensor) else type(lengths).__name__
+            raise TypeError(f"lengths of {found} must be an int32 or int64 tensor")
+        if lengths.shape != self._lengths.shape:
+            batch = self._lengths.shape[0]
+            raise ValueError(f"lengths.shape={tuple(lengths.shape)} must be (batch,)=({batch},)")
+        if lengths.device != self._lengths.device:
+            where = self._lengths.device
+            raise ValueError(f"lengths.device={lengths.device} must equal the cache's device={where}")
+        self._lengths = normal(lengths.contiguous())  # counted in place, by kernels too
 
     def append(self, k: Tensor, v: Tensor | None = None) -> None:
         """Write new tokens behind those each sequence holds.

@@ -350,6 +350,8 @@ def _token_counts(name: str, new: Tensor | Sequence[Tensor]) -> list[int]:
         raise ValueError(f"{right}, not of no sequences")
     if any(t.ndim != 3 for t in new):
         raise ValueError(f"{right}, not of shapes {[tuple(t.shape) for t in new]}")
+    if len({(t.shape[1:], t.dtype, t.device) for t in new}) > 1:
+        raise ValueError(f"{right}, of the same heads, dim, dtype and device")
     return [len(t) for t in new]
 
 

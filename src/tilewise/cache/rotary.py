@@ -92,7 +92,7 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = Fal
         )
     rows, tables = x.shape[:-2], cos.shape[:-1]
     fits = len(tables) <= len(rows) and all(
-        a in (1, b) for a, b in zip(reversed(tables), reversed(rows), strict=False)
+        a == 1 or a == b for a, b in zip(reversed(tables), reversed(rows), strict=False)
     )
     if not fits:
         raise ValueError(

@@ -122,7 +122,7 @@ class Step(ABC, Generic[C]):
         """Rotate query and key and store the new tokens in one launch on a GPU; query as it is to be used."""
 
     def undo(self) -> None:
-        """Leave the cache as it was before the step; nothing is to be done where no pages were reserved."""
+        """Leave the cache as it was before the step; pages that the caller reserved stay so."""
 
     def check_rotary(self, rotary: Rotary) -> None:
         """Raise ValueError or TypeError unless the tables fit."""
@@ -146,7 +146,7 @@ class Step(ABC, Generic[C]):
 
     def store(self, query: Tensor, key: Tensor | None, value: Tensor | None, rotary: Rotary | None) -> Tensor:
         """Rotate query and key by their positions and store key and value; query as it is to be used."""
-        if key is not None and self._is_fusible(query, key, rotary):
+        if key is not None and self._is_fusible(query, key, value, rotary):
             return self.fused_write(query, key, value, rotary)
         if rotary is not None:
             query = self._rotated(query, rotary)
@@ -159,18 +159,19 @@ class Step(ABC, Generic[C]):
         at = self.positions(x).clamp(0, len(rotary.cos) - 1)  # padding has none
         return apply_rotary(x, rotary.cos[at], rotary.sin[at], interleaved=rotary.interleaved)
 
-    def _is_fusible(self, query: Tensor, key: Tensor, rotary: Rotary | None) -> bool:
-        is_plain = (
-            key.dtype == self.cache.key.dtype and key.dtype != torch.float64 and not query.requires_grad
-        )
+    def _is_fusible(self, query: Tensor, key: Tensor, value: Tensor | None, rotary: Rotary | None) -> bool:
+        """Whether one Triton kernel can do it: it reads whole rows, and stores numbers without a scale."""
+        is_plain = self.cache.key_scale is None and key.dtype != torch.float64 and not query.requires_grad
+        rows_dense = all(t is None or t.stride(-1) == 1 for t in (query, key, value))
         same_tokens = rotary is None or query.shape[:-2] == key.shape[:-2]
         is_on_gpu = not key.is_cpu and device_of(key).type == "cuda" and HAS_TRITON
-        return is_plain and same_tokens and is_on_gpu and not torch.compiler.is_compiling()
+        is_served = is_plain and rows_dense and same_tokens and is_on_gpu
+        return is_served and not torch.compiler.is_compiling()
 
 
 class ContiguousStep(Step[KVCache]):
     def __init__(self, cache: KVCache, new_tokens: int) -> None:
-        self.cache, self.new_tokens = cache, new_tokens
+        self.cache, self.new_tokens, self.written = cache, new_tokens, 0
 
     def longest(self) -> int:
         return max(self.cache.held() or [0]) + self.new_tokens
@@ -186,6 +187,11 @@ class ContiguousStep(Step[KVCache]):
 
     def write(self, key: Tensor, value: Tensor | None) -> None:
         self.cache.write(key, value)
+        self.written = self.new_tokens
+
+    def undo(self) -> None:
+        if self.written:
+            self.cache.advance(-self.written)
 
     def fused_write(self, query: Tensor, key: Tensor, value: Tensor | None, rotary: Rotary | None) -> Tensor:
         from tilewise.gpu.triton.append import Tokens, append

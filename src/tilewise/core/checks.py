@@ -343,12 +343,13 @@ def refuse_other_derivatives(precision: str) -> None:
 def check_broadcastable(full: tuple[int | None, ...], **tensors: Any) -> None:
     """Raises ValueError unless each tensor's shape is broadcastable to full.
 
-    None in full is any size: lengths of packed sequences are known only to `values.check_values`.
+    None in full is any size: lengths of packed sequences are known only to `values.check_values`. Here as
+    elsewhere, no size is looked for with `in`: Dynamo does not find a constant among symbols.
     """
     for name, t in tensors.items():
         shape = tuple(getattr(t, "shape", ()))  # what is no tensor is named by others
         padded = (1,) * (len(full) - len(shape)) + shape
-        if len(shape) > len(full) or any(b is not None and a not in (1, b) for a, b in zip(padded, full)):
+        if len(shape) > len(full) or any(b is not None and 1 != a != b for a, b in zip(padded, full)):
             is_padding = padded[-2:] == (full[0], full[3]) and padded[:-2] == (1, 1)
             is_headless = len(shape) == 3 and shape == (full[0], *full[2:])
             hint = f"; of padding (batch, seqlen_k) pass {name}[:, None, None, :]" if is_padding else ""

@@ -270,13 +270,16 @@ def of_gradient(problem: AttentionProblem) -> AttentionProblem:
 
 def _is_value_in_key(key: Tensor, value: Tensor) -> bool:
     """Whether the values are a view of the keys' first columns."""
-    return (
-        not torch.compiler.is_compiling()
-        and key.shape[-1:] > value.shape[-1:]
-        and key.stride() == value.stride()
-        and key.storage_offset() == value.storage_offset()
-        and key.untyped_storage()._cdata == value.untyped_storage()._cdata
-    )
+    try:
+        return (
+            not torch.compiler.is_compiling()
+            and key.shape[-1:] > value.shape[-1:]
+            and key.stride() == value.stride()
+            and key.storage_offset() == value.storage_offset()
+            and key.untyped_storage()._cdata == value.untyped_storage()._cdata
+        )
+    except NotImplementedError:  # tensors of torch.func have no memory: those that they stand for are asked
+        return False
 
 
 def describe_tensors(signatures: Any, options: Options, is_value_in_key: bool) -> AttentionProblem:

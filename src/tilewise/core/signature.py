@@ -108,6 +108,13 @@ def all_resolved(values: Any) -> tuple[Any, ...]:
     return tuple(map(resolved, values))
 
 
+def plain(value: Any) -> Any:
+    """A tensor of a subclass as a plain one in the same memory; anything else as it is."""
+    if isinstance(value, Tensor) and type(value) not in (Tensor, Parameter):
+        return value.as_subclass(Tensor)
+    return value
+
+
 class NoMemory(Exception):
     """Something is no tensor, or a tensor that has no memory: PyTorch's dispatcher is to see the call."""
 

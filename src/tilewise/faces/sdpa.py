@@ -223,7 +223,7 @@ def _mask_or_bias(
     padded = (1,) * (len(shape) - attn_mask.ndim) + tuple(attn_mask.shape)
     if functions.is_served():  # columns are those of the whole sequence: the server checks them
         shape = *shape[:-1], padded[-1]
-    if len(padded) > len(shape) or any(a not in (1, b) for a, b in zip(padded, shape, strict=True)):
+    if len(padded) > len(shape) or any(1 != a != b for a, b in zip(padded, shape, strict=True)):
         is_padding = tuple(attn_mask.shape) == (shape[0], shape[-1])
         hint = "; of padding (batch, seqlen_k) pass attn_mask[:, None, None, :]" if is_padding else ""
         raise ValueError(

@@ -221,7 +221,7 @@ def _mask_and_bias(
     if attention_mask.ndim != 4:
         shape = tuple(attention_mask.shape)
         raise ValueError(f"attention_mask.shape={shape} must be (batch, heads, seqlen_q, seqlen_k)")
-    if seqlen_k is not None and attention_mask.shape[3] not in (1, seqlen_k):
+    if seqlen_k is not None and 1 != attention_mask.shape[3] != seqlen_k:
         shape = tuple(attention_mask.shape)
         raise ValueError(f"attention_mask.shape={shape} must have one column for each of the {seqlen_k} keys")
     if isinstance(attention_mask, PatternMask):

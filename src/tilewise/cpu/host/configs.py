@@ -34,7 +34,7 @@ def is_decoding(problem: AttentionProblem, is_backward: bool = False) -> bool:
     if problem.functions is not None and (is_backward or problem.needs_grad):
         return False  # a backward has tiles, and its scores are to be the forward's to the last bit
     most = 12 if problem.seqlen_k < 512 else 16
-    return 0 < problem.seqlen_q <= most and problem.seqlen_q * problem.group_size <= DECODE_ROWS
+    return problem.seqlen_q <= most and 0 < problem.seqlen_q * problem.group_size <= DECODE_ROWS
 
 
 def decode_config(problem: AttentionProblem, inputs: Inputs, may_cut: bool = True) -> Config:
