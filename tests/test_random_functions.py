@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 
 import tilewise
 from tilewise import reference
-from tilewise.core.functions.captured import pack
+from tilewise.core.functions.captured import pack, wide_integers
 from tilewise.core.functions.tile_map import EMPTY, FULL, edges, refined, tile_kinds
 from tilewise.core.functions.trace import trace
 
@@ -129,6 +129,27 @@ def test_results_and_gradients(mask, score):
         grads = reference.attention_backward(dout, *leaves, dlse=dlse, captured=(TABLE,), **options)
     for ours, theirs in zip((out, lse, *found), (*exact, *grads[:3], *grads.captured), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-8, atol=1e-8)
+
+
+def test_tile_maps_of_integers_up_to_64_bits():
+    """Of hashes, whose products and sums wrap; what is shifted of them may take more than 32 bits."""
+    ranges = [edges(n, step) for n, step in ((1, 1), (1, 1), (40, 4), (40, 4))]
+    i, j = torch.arange(40)[:, None], torch.arange(40)
+    big = torch.randint(2**61, 2**63 - 1, (40,)) * (1 - 2 * (j % 2))
+    for mask_mod in (
+        lambda b, h, i, j: ((i * 40 + j + 1) * 0x5851F42D4C957F2D).abs() < 2**62 + 2**61,
+        lambda b, h, i, j: (((i * 40 + j + 1) * 0x5851F42D4C957F2D) >> 31) < 2**31,
+        lambda b, h, i, j: (big[j] + i) % 10 < 7,
+        lambda b, h, i, j: torch.maximum(big[j], i) // 3 > 2**60,
+    ):
+        found = trace(mask_mod, None)
+        kinds = tile_kinds(found.functions, pack(found, torch.empty(0)), *ranges)[0, 0].expand(10, 10)
+        visible = mask_mod(0, 0, i, j).expand(40, 40).unflatten(1, (10, 4)).unflatten(0, (10, 4))
+        assert not (visible.any(3).any(1) & (kinds == EMPTY)).any()
+        assert not (~visible.all(3).all(1) & (kinds == FULL)).any()
+        graph = found.functions.graph
+        wide = wide_integers(graph, found.functions)
+        assert not {"shr", "floordiv"} & {node.op for n, node in enumerate(graph.nodes) if n not in wide}
 
 
 def test_shifts_by_any_number():

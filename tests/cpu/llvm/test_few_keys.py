@@ -109,3 +109,12 @@ def test_what_no_query_of_a_tile_sees_stays_out_of_its_gradients(bad):
     for t, rows in ((out, tile), (dq, tile), (dk, tile - 8)):
         assert t[0, :rows].isfinite().all()
     assert not dq[0, tile + 5, 0].isfinite().all()
+
+
+def test_a_sink_of_no_weight_has_no_gradient():
+    """Queries that see no key have lse -inf then, as the sink's logit is."""
+    q, k = torch.randn(1, 3, 2, 8), torch.randn(1, 2, 2, 8)
+    sinks = torch.tensor([-torch.inf, 0.3], requires_grad=True)
+    out = tilewise.attention(q, k, k, causal=True, sinks=sinks, backend="llvm")
+    (dsinks,) = torch.autograd.grad(out.sum(), sinks)
+    assert dsinks[0] == 0 and dsinks[1].isfinite()

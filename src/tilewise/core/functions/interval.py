@@ -19,7 +19,8 @@ from tilewise.core.functions.evaluate import Buffers, range_extremes
 from tilewise.core.functions.expression import BOOL, FLOAT, INT, Functions, Graph
 
 Interval = tuple[Tensor, Tensor]
-UNKNOWN = 1 << 61  # ends of integers that nothing is known of; their sum does not overflow
+LOWEST, HIGHEST = -(1 << 63), (1 << 63) - 1  # integers, and the ends of those that nothing is known of
+LARGE = 1 << 62  # float64 tells whether 64 bits hold what is less
 ROUNDING = 1e-6  # of float32, for each operation
 EXACT = 1 << 24  # integers up to here are floats of 32 bits
 MOST = torch.finfo(torch.float32).max
@@ -103,8 +104,7 @@ class Intervals:
             return _widened(*_FLOATS[node.op](*args)) if node.op in _FLOATS else self._anything(FLOAT)
         if node.op not in _INTEGERS:
             return self._anything(INT)
-        low, high = _INTEGERS[node.op](*args)
-        return low.clamp(-UNKNOWN, UNKNOWN), high.clamp(-UNKNOWN, UNKNOWN)
+        return _INTEGERS[node.op](*args)
 
     def _rounded(self, value: float) -> Interval:
         """A constant as it is in scores of float64, and of float32, where it may be infinite."""
@@ -123,7 +123,7 @@ class Intervals:
         return "minimum" if sides == [*args] else "maximum"
 
     def _anything(self, kind: str) -> Interval:
-        ends = {FLOAT: (torch.nan, torch.nan), INT: (-UNKNOWN, UNKNOWN), BOOL: (False, True)}[kind]
+        ends = {FLOAT: (torch.nan, torch.nan), INT: (LOWEST, HIGHEST), BOOL: (False, True)}[kind]
         low, high = (torch.full((), x, dtype=_DTYPES[kind], device=self.device) for x in ends)
         return low, high
 
@@ -230,10 +230,7 @@ def _cast(x: Interval, kind: str, to: str) -> Interval:
         is_zero = (low == 0) & (high == 0)
         return (low > 0) | (high < 0), ~is_zero
     if kind == FLOAT:
-        unknown = low.isnan() | high.isnan() | (low.abs() > UNKNOWN) | (high.abs() > UNKNOWN)
-        return torch.where(unknown, -UNKNOWN, low.trunc()).long(), torch.where(
-            unknown, UNKNOWN, high.trunc()
-        ).long()
+        return _if((low >= -LARGE) & (high <= LARGE), low.long(), high.long())
     if kind == INT and to == FLOAT:
         low, high = low.double(), high.double()
         slack = [torch.where(t.abs() > EXACT, t.abs() * ROUNDING, 0.0) for t in (low, high)]
@@ -278,12 +275,19 @@ def _corners(op: Callable[[Tensor, Tensor], Tensor], x: Interval, y: Interval) -
     return low, high
 
 
-def _product(x: Interval, y: Interval) -> Interval:
-    """Of integers; unknown where it would overflow."""
-    low, high = _corners(torch.mul, x, y)
-    size = [torch.maximum(a.abs(), b.abs()).double() for a, b in (x, y)]
-    overflows = size[0] * size[1] >= UNKNOWN
-    return torch.where(overflows, -UNKNOWN, low), torch.where(overflows, UNKNOWN, high)
+def _if(is_known: Tensor, low: Tensor, high: Tensor) -> Interval:
+    """Of integers: any number where it is not known."""
+    return torch.where(is_known, low, LOWEST), torch.where(is_known, high, HIGHEST)
+
+
+def _held(op: str) -> Callable[..., Interval]:
+    """Of integers: any number where 64 bits may not hold it."""
+
+    def found(*operands: Interval) -> Interval:
+        low, high = _BOTH[op](*((a.double(), b.double()) for a, b in operands))
+        return _if((low >= -LARGE) & (high <= LARGE), *_BOTH[op](*operands))
+
+    return found
 
 
 def _shift(op: str) -> Callable[[Interval, Interval], Interval]:
@@ -291,9 +295,9 @@ def _shift(op: str) -> Callable[[Interval, Interval], Interval]:
 
     def found(x: Interval, y: Interval) -> Interval:
         by = tuple(torch.ones_like(s) << s.clamp(0, 62) for s in y)
-        low, high = _product(x, by) if op == "shl" else _floordiv(x, by)  # type: ignore[arg-type]
+        low, high = _INTEGERS["mul" if op == "shl" else "floordiv"](x, by)
         is_outside = (y[0] < 0) | (y[1] > 62)
-        ends = (-UNKNOWN, UNKNOWN) if op == "shl" else (x[0].clamp(max=-1), x[1].clamp(min=0))
+        ends = (LOWEST, HIGHEST) if op == "shl" else (x[0].clamp(max=-1), x[1].clamp(min=0))
         return torch.where(is_outside, ends[0], low), torch.where(is_outside, ends[1], high)
 
     return found
@@ -308,19 +312,19 @@ def _abs(x: Interval) -> Interval:
 
 def _floordiv(x: Interval, y: Interval) -> Interval:
     """Of integers; where the divisor may be 0, which counts as 1, the quotient is not larger than x."""
-    low, high = _corners(lambda a, b: a // torch.where(b == 0, 1, b), x, y)
-    largest = torch.maximum(x[0].abs(), x[1].abs())
+    may_overflow = (x[0] == LOWEST) & (y[0] <= -1) & (y[1] >= -1)
+    low, high = _corners(lambda a, b: a // torch.where((b == 0) | may_overflow, 1, b), x, y)
+    largest = torch.maximum(x[0].clamp(min=-HIGHEST).abs(), x[1].abs())
     crosses = (y[0] <= 0) & (y[1] >= 0)
-    return torch.where(crosses, -largest, low), torch.where(crosses, largest, high)
+    low, high = torch.where(crosses, torch.minimum(x[0], -largest), low), torch.where(crosses, largest, high)
+    return _if(~may_overflow, low, high)
 
 
 def _mod(x: Interval, y: Interval) -> Interval:
     """Of integers: 0 to y - 1, or less where x stays between two multiples of one y."""
-    by = torch.where(y[0] == 0, 1, y[0])
+    by = y[0].clamp(min=1)
     is_same = (y[0] == y[1]) & (y[0] > 0) & (x[0] // by == x[1] // by)
-    largest = torch.maximum(y[0].abs(), y[1].abs()).clamp(min=1) - 1
-    low = torch.where(y[0] > 0, 0, -largest)
-    high = torch.where(y[1] < 0, 0, largest)
+    low, high = y[0].clamp(max=-1) + 1, y[1].clamp(min=1) - 1
     return torch.where(is_same, x[0] % by, low), torch.where(is_same, x[1] % by, high)
 
 
@@ -330,12 +334,11 @@ def _bits(op: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Interval, Interva
     def found(x: Interval, y: Interval) -> Interval:
         is_point = (x[0] == x[1]) & (y[0] == y[1])
         exact = op(x[0], y[0])
-        bound = torch.maximum(x[1], y[1]).clamp(0, UNKNOWN - 1)
+        bound = torch.maximum(x[1], y[1]).clamp(min=0)
         for shift in (1, 2, 4, 8, 16, 32):
             bound = bound | bound >> shift
         is_positive = (x[0] >= 0) & (y[0] >= 0)
-        low = torch.where(is_positive, 0, -UNKNOWN)
-        high = torch.where(is_positive, bound, UNKNOWN)
+        low, high = _if(is_positive, torch.zeros_like(bound), bound)
         return torch.where(is_point, exact, low), torch.where(is_point, exact, high)
 
     return found
@@ -382,7 +385,8 @@ _BOTH: dict[str, Callable[..., Interval]] = {
 _INTEGERS: dict[str, Callable[..., Interval]] = _BOTH | {
     "floordiv": _floordiv, "mod": _mod, "and": _bits(torch.bitwise_and), "or": _bits(torch.bitwise_or),
     "xor": _bits(torch.bitwise_xor), "not": _not,
-    "shl": _shift("shl"), "shr": _shift("shr"), "mul": _product,
+    "shl": _shift("shl"), "shr": _shift("shr"),
+    **{op: _held(op) for op in ("add", "sub", "mul", "neg", "abs")},
 }  # fmt: skip
 _FLOATS: dict[str, Callable[..., Interval]] = _BOTH | {
     "div": _div, "sin": _one, "cos": _one,

@@ -255,7 +255,8 @@ def _sink_gradient(
     """dsink = -sum of p_sink * delta over the head's queries."""
     if sinks is None or delta is None:
         return None
-    log_p = sinks.to(lse.dtype)[:, None] - lse
+    # lse is -inf where the sink's logit is, too: its weight is 0
+    log_p = sinks.to(lse.dtype)[:, None] - lse.masked_fill(lse == -math.inf, math.inf)
     p_sink = torch.exp(log_p if residual is None else log_p - residual)
     summed = -(p_sink * delta).sum(-1)
     return (summed if summed.ndim == 1 else summed.sum(0)).to(sinks.dtype)
