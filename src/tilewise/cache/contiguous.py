@@ -142,9 +142,9 @@ class KVCache(Storage):
 
     Attributes:
         key, value: the storage; rows from `lengths` on hold no tokens.
-        lengths: (batch,) int32, tokens held by each sequence, on the cache's device. May be written, or set to
-            a tensor of that shape and device, int32 or int64, as to forget padding at a prompt's end. Reading
-            it raises ValueError if an earlier call on a GPU has found a wrong length or page: see
+        lengths: (batch,) int32, tokens held by each sequence, on the cache's device. May be written, or set
+            to a tensor of that shape and device, int32 or int64, as to forget padding at a prompt's end.
+            Reading it raises ValueError if an earlier call on a GPU has found a wrong length or page: see
             `check_errors`.
 
     Raises:

@@ -9,6 +9,7 @@ read each other's memory publish in it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -90,7 +91,9 @@ class SequenceParallel(torch.autograd.Function):
         if inputs.sinks is not None and needs.sinks:
             delta = (dout.to(lse.dtype) * out).sum(-1).transpose(1, 2)
             delta = delta if dlse is None else delta - dlse
-            dsinks = -(torch.exp(inputs.sinks.to(lse.dtype)[:, None] - lse) * delta).sum((0, 2))
+            # where lse is -inf the sink is, too, and has no weight
+            log_p = inputs.sinks.to(lse.dtype)[:, None] - lse.masked_fill(lse == -math.inf, math.inf)
+            dsinks = -(torch.exp(log_p) * delta).sum((0, 2))
             grads = grads._replace(sinks=dsinks.to(inputs.sinks.dtype))
         return None, *Inputs(**grads._asdict())
 

@@ -121,6 +121,22 @@ def test_every_operation_of_few_queries():
     check_forward((q, k, v), **every_operation(), window=(30, 3), sinks=torch.randn(4).double())
 
 
+def test_functions_of_extreme_numbers():
+    numbers = torch.tensor([-900.0, -1, 0, 1e-9, 39.9, 40.1, 500, 708.5, 709.7, -0.5]).double()
+    x = torch.randn(1, len(numbers), 1, 4).double()
+    logs = {"score_mod": lambda s, b, h, i, j: s + torch.log(torch.expm1(numbers[j]) + 2)}
+    check_forward((x[:, :4], x, x), **logs)
+    large = torch.tensor([2.0**50, 2.0**52, 1e30, torch.inf]).double()
+
+    def few(b, h, i, j):
+        return (j < 3) | (torch.sin(large[i]) ** 2 + torch.cos(large[i]) ** 2 > 0.5)
+
+    out = tilewise.attention(x[:, :4], x, x, backend="llvm", mask_mod=few)
+    mask = (torch.arange(4) < 1)[:, None] | (torch.arange(10) < 3)
+    expected = tilewise.attention(x[:, :4], x, x, mask=mask)
+    torch.testing.assert_close(out, expected)  # NaN is larger than nothing
+
+
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_errors_stay_in_budget(dtype):

@@ -66,11 +66,10 @@ def exp_of_any(x: Operand, degree: int) -> Value:
 
 
 def _expm1(x: Operand) -> Value:
-    """2^n (2^f - 1) + (2^n - 1)."""
-    limited = minimum(x, like(708.0, x))
-    limited = select(x.equals(x), limited, x)
+    """2^n (2^f - 1) + (2^n - 1); beyond 40, e^x."""
+    limited = select(x.equals(x), minimum(x, like(40.0, x)), x)
     power, fraction = exp_parts(limited, DEGREE_F64)
-    return select(x > 709.0, math.inf, fma(power, fraction, power - 1.0))
+    return select(x > 40.0, exp_of_any(x, DEGREE_F64), fma(power, fraction, power - 1.0))
 
 
 def _log(x: Operand) -> Value:
@@ -87,7 +86,10 @@ def _log1p(x: Operand) -> Value:
 
 
 def _turned(shift: int) -> Callable[[Operand], Value]:
-    """sin (of x + shift quarter turns): a polynomial of what x is beyond the nearest quarter turn."""
+    """sin (of x + shift quarter turns): a polynomial of what x is beyond the nearest quarter turn.
+
+    NaN from 2^51 on, where quarter turns are no longer counted exactly.
+    """
 
     def found(x: Operand) -> Value:
         magic = like(1.5 * 2.0 ** FORMATS[F64].mantissa, x)
@@ -101,7 +103,7 @@ def _turned(shift: int) -> Callable[[Operand], Value]:
         quadrant = bitcast(shifted, I64) + shift
         is_cosine, is_negative = (quadrant & 1).equals(1), (quadrant & 2).equals(2)
         size = select(is_cosine, cosine, sine)
-        return select(is_negative, -size, size)
+        return select(absolute(x) < 2.0**51, select(is_negative, -size, size), math.nan)
 
     return found
 
