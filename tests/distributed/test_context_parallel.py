@@ -294,3 +294,7 @@ def test_learned_slopes(pool, method, with_score):
 def test_names_of_ring_flash_attn(pool, kind):
     name = f"{kind.removesuffix('_varlen')}_flash_attn_{'varlen_' * ('varlen' in kind)}func"
     pool.run(3, USER_CASES, "ring_flash_attn_names", name)
+
+
+def test_a_sink_of_no_weight_has_no_gradient(pool):
+    pool.run(2, USER_CASES, "sink_of_no_weight")

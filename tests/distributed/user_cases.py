@@ -196,3 +196,13 @@ def ring_flash_attn_names(group, name):
     close(out, cut(exact), "out")
     close(lse, cut(exact_lse.transpose(-1, -2)).transpose(-1, -2), "lse")
     assert probs is None
+
+
+def sink_of_no_weight(group):
+    """Sinks of -inf, and queries that see no key: every gradient is a number, and the sinks' is 0."""
+    x = torch.randn(1, 4, 2, 8, requires_grad=True)
+    sinks = torch.full((2,), -torch.inf, requires_grad=True)
+    mask = torch.zeros(1, 1, 4, 8, dtype=torch.bool)
+    out = context_parallel_attention(x, x, x, mask=mask, sinks=sinks, group=group)
+    out.sum().backward()
+    assert not out.any() and not x.grad.any() and torch.equal(sinks.grad, torch.zeros(2))
