@@ -35,10 +35,6 @@ class Swap:
     rows: tuple[tuple[Range, ...], ...]  # of each rank: where its tokens are in the group's order
     most: tuple[int, int]  # tokens of a rank, and of such a group, where they are most
 
-    @property
-    def length(self) -> int:
-        return max((r[-1][1] for r in self.rows if r), default=0)
-
 
 @functools.lru_cache(maxsize=128)
 def heads_of(world: int, num_heads: int, num_kv_heads: int) -> tuple[tuple[slice, ...], tuple[slice, ...]]:
