@@ -81,18 +81,26 @@ def _identity(problem: AttentionProblem, inputs: Inputs) -> Any:
 
 
 def _check_cached(problem: AttentionProblem, inputs: Inputs) -> None:
-    for i, span in enumerate(spans(problem, inputs)):
+    found = spans(problem, inputs)
+    for i, span in enumerate(found):
         if not 0 <= span.k0 <= span.k1 <= problem.seqlen_k:
             raise ValueError(
                 f"leftpad_k[{i}]={span.k0}, seqlens_k[{i}]={span.k1} must satisfy "
                 f"0 <= leftpad <= length <= capacity={problem.seqlen_k}"
             )
-        if inputs.page_table is not None and problem.page_size:
-            used = inputs.page_table[i, : -(-span.k1 // problem.page_size)]
-            if used.numel() and not 0 <= int(used.min()) <= int(used.max()) < inputs.key.shape[0]:
-                raise ValueError(
-                    f"page_table[{i}]={used.tolist()} must index pages in [0, {inputs.key.shape[0]})"
-                )
+    if inputs.page_table is not None:
+        check_pages("page_table", inputs.page_table, [span.k1 for span in found], inputs.key)
+
+
+def check_pages(name: str, table: Tensor, lengths: list[int], cache: Tensor) -> None:
+    """Only the pages in use: entries behind a sequence's end may hold anything."""
+    if cache.shape[1] < 1:
+        raise ValueError(f"the page size {cache.shape[1]} must be at least 1")
+    most, page_size = cache.shape[:2]
+    for i, (length, pages) in enumerate(zip(lengths, table.tolist())):
+        used = pages[: -(-length // page_size)]
+        if used and not 0 <= min(used) <= max(used) < most:
+            raise ValueError(f"{name}[{i}]={used} must index pages in [0, {most})")
 
 
 def _check_cu_seqlens(side: str, cu_seqlens: Tensor | None, total: int, longest: int | None) -> None:

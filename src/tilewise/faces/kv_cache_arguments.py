@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from tilewise.core import checks
+from tilewise.core.values import check_pages
 from tilewise.faces.fp8 import NO_FACTORS, Descale
-from tilewise.faces.tokens import check_integer_tensors, check_pages, counts_of
+from tilewise.faces.tokens import check_integer_tensors, counts_of
 
 
 @dataclass(frozen=True)

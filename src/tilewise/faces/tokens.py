@@ -7,6 +7,8 @@ import itertools
 import torch
 from torch import Tensor
 
+from tilewise.core.values import check_pages
+
 
 def tokens_of(counts: list[int], device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     """Of sequences of so many tokens, one after the other: each token's sequence, and its place in that,
@@ -52,17 +54,6 @@ def counts_of(name: str, cu_seqlens: Tensor, total: int) -> list[int]:
             f"{name}={offsets} must be (batch + 1,), never decrease and go from 0 to total={total}"
         )
     return counts
-
-
-def check_pages(name: str, table: Tensor, lengths: list[int], cache: Tensor) -> None:
-    """Only the pages in use: entries behind a sequence's end may hold anything."""
-    if cache.shape[1] < 1:
-        raise ValueError(f"the page size {cache.shape[1]} must be at least 1")
-    most, page_size = cache.shape[:2]
-    for i, (length, pages) in enumerate(zip(lengths, table.tolist())):
-        used = pages[: -(-length // page_size)]
-        if used and not 0 <= min(used) <= max(used) < most:
-            raise ValueError(f"{name}[{i}]={used} must index pages in [0, {most})")
 
 
 def check_integer_tensors(**tensors: Tensor) -> None:
