@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from tilewise.api import Window, attention, attention_with_cache, window_bounds
-from tilewise.cache.contiguous import KVCache, check_sizes
+from tilewise.cache.contiguous import KVCache
 from tilewise.cache.rotary import apply_rotary, rotary_tables
-from tilewise.core.checks import check_flag, check_known, check_number, check_tensors
+from tilewise.core.checks import check_flag, check_integers, check_known, check_number, check_tensors
 from tilewise.core.statistics import Aux
 from tilewise.varlen import attention_varlen
 
@@ -62,7 +62,7 @@ class FlashAttention(torch.nn.Module):
         super().__init__()
         check_known(FlashAttention, unknown)
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        check_sizes(d_model=d_model, num_heads=num_heads, num_kv_heads=num_kv_heads)
+        check_integers(0, d_model=d_model, num_heads=num_heads, num_kv_heads=num_kv_heads)
         check_number("dropout", dropout)
         check_flag("causal", causal)
         check_flag("bias", bias)

@@ -9,11 +9,12 @@ from numbers import Integral
 import torch
 from torch import Tensor
 
-from tilewise.cache.contiguous import Storage, check_sizes, layout_hint
+from tilewise.cache.contiguous import Storage, layout_hint
 from tilewise.cache.pages import PADDING, PagedBatch, PageTable, integers
-from tilewise.cache.quantized_pages import QUANTIZED, dequantized, write_quantized
-from tilewise.core.checks import DTYPES, shown
+from tilewise.cache.quantized_pages import dequantized, write_quantized
+from tilewise.core.checks import DTYPES, check_integers, shown
 from tilewise.core.device_errors import raise_errors
+from tilewise.core.fp8 import FP8
 
 PAGE_SIZES = (16, 64, 128, 256)
 
@@ -72,12 +73,12 @@ class PagedKVCache(Storage):
         value_in_key: bool = False,
         shares: PagedKVCache | None = None,
     ) -> None:
-        check_sizes(num_pages=num_pages, num_kv_heads=num_kv_heads)
+        check_integers(0, num_pages=num_pages, num_kv_heads=num_kv_heads)
         if max_seqlen is not None:
-            check_sizes(max_seqlen=max_seqlen)
+            check_integers(0, max_seqlen=max_seqlen)
         if not isinstance(page_size, int) or page_size not in PAGE_SIZES:
             raise ValueError(f"page_size={shown(page_size)} must be 16, 64, 128 or 256")
-        if dtype not in (*DTYPES, QUANTIZED):
+        if dtype not in (*DTYPES, FP8):
             raise TypeError(
                 f"dtype={shown(dtype)} must be float64, float32, bfloat16, float16 or float8_e4m3fn"
             )
