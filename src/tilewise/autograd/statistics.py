@@ -15,13 +15,12 @@ from tilewise.core.plan import Results, Watched
 from tilewise.core.problem import Gradients, Inputs, Options, describe, of_gradient
 from tilewise.core.signature import LazyTensor, NoMemory, all_resolved, resolved
 from tilewise.core.statistics import Aux, Measured, Statistics
-from tilewise.core.torch_private import is_batched, is_plain_eager, own_dtypes, while_tracing
+from tilewise.core.torch_private import is_batched, is_plain_eager, not_compiled, own_dtypes
 from tilewise.core.values import check_values
 from tilewise.dispatch import plans, statistics as dispatch
 from tilewise.dispatch.plans import Entry
 from tilewise.tiled import statistics as tiled
 
-_disabled: Any = None  # `_attention` between graphs, made when it is wanted: it imports Triton
 _DIFFERENTIABLE = {"entropy", "expected_distance", "column_sum", "block_sum", "rows"}
 _WATCHED = (
     "return_aux takes plain eager tensors: torch.func, forward mode, torch.compile and tensor subclasses "
@@ -40,17 +39,8 @@ def attention(
     Raises:
         ValueError, TypeError, NotImplementedError: see `check`.
     """
-    call = inputs, options, backend, aux, are_values_known
-    if not torch.compiler.is_compiling():
-        return _attention(*call)
-    _disable()
-    return _disabled(*call)  # type: ignore[no-any-return]
-
-
-@while_tracing
-def _disable() -> None:
-    global _disabled
-    _disabled = torch.compiler.disable(_attention)
+    attend = _attention_uncompiled if torch.compiler.is_compiling() else _attention
+    return attend(inputs, options, backend, aux, are_values_known)  # type: ignore[no-any-return]
 
 
 def _attention(
@@ -68,6 +58,9 @@ def _attention(
     else:
         out, lse, measured = _measured(entry, inputs, options, backend, aux)[:3]
     return out, lse, measured.answer(aux, lse)
+
+
+_attention_uncompiled = not_compiled(_attention)
 
 
 def check(inputs: Inputs, options: Options, backend: str | None, aux: Aux) -> None:
@@ -156,14 +149,8 @@ class AttentionWithStatistics(torch.autograd.Function):
             assert results.lse is not None
             problem = of_gradient(describe(inputs, options))
             with own_dtypes(problem.device_type):
-                found = tiled.backward(
-                    problem,
-                    inputs,
-                    results.lse,
-                    results.residual,
-                    aux,
-                    Measured(*grads),  # type: ignore[arg-type]
-                )
+                asked = Measured(*grads)  # type: ignore[arg-type]
+                found = tiled.backward(problem, inputs, results.lse, results.residual, aux, asked)
             total = Gradients(*(_sum(a, b) for a, b in zip(total, found)))  # type: ignore[arg-type]
         return (None, None, None, None, *place(inputs, total, needs_bias_gradient))
 
