@@ -148,10 +148,9 @@ def explain(
     check_network(network)
     layout = layout_of(Ranks(None, 0, world, ()), balance, seqlen, cu_seqlens)
     left, right = window_bounds(window)
-    if causal:
-        right = 0 if right is None else min(0, right)
+    rules = Rules(left, 0 if causal else right, needs_tokens=False)
     sizes = Sizes(batch, num_heads, kv_heads, head_dim, head_dim, dtype.itemsize)
-    return choose(layout, Rules(left, right, False), sizes, network, backward)
+    return choose(layout, rules, sizes, network, backward)
 
 
 @functools.lru_cache(maxsize=256)
