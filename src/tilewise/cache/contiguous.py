@@ -208,11 +208,9 @@ class KVCache(Storage):
             where: Any = (slice(None), slice(held[0], held[0] + new_tokens))
         else:
             row = torch.arange(len(k), device=k.device)[:, None]
-            first = (
-                self._lengths
-                if held is not None
-                else self._lengths.clamp(0, max(0, self.key.shape[1] - new_tokens))
-            )
+            first = self._lengths
+            if held is None:
+                first = first.clamp(0, max(0, self.key.shape[1] - new_tokens))
             where = (row, first.long()[:, None] + torch.arange(new_tokens, device=k.device))
         self.key[where] = k
         if v is not None:

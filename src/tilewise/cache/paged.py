@@ -184,11 +184,9 @@ class PagedKVCache(Storage):
         sequences = self.sequences if sequences is None else integers("sequences", sequences)
         if not isinstance(into, PagedBatch | None):
             raise TypeError(f"into={shown(into)} must be None or what reserve() returned")
-        counts = (
-            [int(new_tokens)] * len(sequences)
-            if isinstance(new_tokens, int | Integral)
-            else integers("new_tokens", new_tokens)
-        )
+        if isinstance(new_tokens, int | Integral):
+            new_tokens = [int(new_tokens)] * len(sequences)
+        counts = integers("new_tokens", new_tokens)
         if len(counts) != len(sequences):
             raise ValueError(
                 f"new_tokens={counts} must be one number, or one for each of {len(sequences)} sequences"

@@ -51,11 +51,8 @@ def check_coverage(inputs: Inputs, longest_q: int, longest_k: int) -> None:
             raise ValueError(f"{name}.shape={tuple(t.shape)} must cover the longest sequence: {longest}")
 
 
-_checked: MutableMapping[Any, Any] = (
-    WeakTensorKeyDictionary()
-)  # offsets on a GPU, and how they were found right
-
-
+# Offsets on a GPU, and how they were found right.
+_checked: MutableMapping[Any, Any] = WeakTensorKeyDictionary()
 _MADE_HERE = object()
 
 
