@@ -179,10 +179,9 @@ class Tiles:
         if problem.is_in_blocks:
             return fp8.operands_in_blocks(problem, inputs, self.segment)
         key, value, seqlen_k = self.key_view, self.value_view, self.visibility.seqlen_k
-        if key is not None and value is not None:
-            return fp8.operands(problem.precision, query, key, value)
-        key = self._gather_pages(inputs.key, inputs.key_scale, 0, seqlen_k)
-        value = self._gather_pages(inputs.value, None, 0, seqlen_k)
+        if key is None or value is None:
+            key = self._gather_pages(inputs.key, inputs.key_scale, 0, seqlen_k)
+            value = self._gather_pages(inputs.value, None, 0, seqlen_k)
         if inputs.value_scale is None:
             return fp8.operands(problem.precision, query, key, value)
         size = problem.page_size or 1
