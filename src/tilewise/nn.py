@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from tilewise.api import Window, attention, attention_with_cache, window_bounds
-from tilewise.cache.contiguous import KVCache, check_sizes
+from tilewise.cache.contiguous import KVCache
 from tilewise.cache.rotary import apply_rotary, rotary_tables
-from tilewise.core.checks import check_flag, check_known, check_number
+from tilewise.core.checks import check_flag, check_integers, check_known, check_number, check_tensors
 from tilewise.core.statistics import Aux
 from tilewise.varlen import attention_varlen
 
@@ -62,7 +62,7 @@ class FlashAttention(torch.nn.Module):
         super().__init__()
         check_known(FlashAttention, unknown)
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        check_sizes(d_model=d_model, num_heads=num_heads, num_kv_heads=num_kv_heads)
+        check_integers(0, d_model=d_model, num_heads=num_heads, num_kv_heads=num_kv_heads)
         check_number("dropout", dropout)
         check_flag("causal", causal)
         check_flag("bias", bias)
@@ -171,9 +171,7 @@ class FlashAttention(torch.nn.Module):
         return position
 
     def _check(self, x: Tensor, cache: KVCache | None, cu_seqlens: Tensor | None) -> None:
-        for name, t in (("x", x), ("cu_seqlens", cu_seqlens)):
-            if not isinstance(t, Tensor) and (t is not None or name == "x"):
-                raise TypeError(f"{name}={type(t).__name__} must be a torch.Tensor")
+        check_tensors(x=x, **({} if cu_seqlens is None else {"cu_seqlens": cu_seqlens}))
         rank, shape = (3, "(batch, seqlen, d_model)") if cu_seqlens is None else (2, "(total, d_model)")
         if x.ndim != rank or x.shape[-1] != self.d_model:
             given = "without" if cu_seqlens is None else "with"

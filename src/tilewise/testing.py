@@ -168,16 +168,16 @@ def _in_other_orders(
         for order in range(ORDERS):
             other = _reordered(order, *call)
             again = [compare(name, found[name], exact[name], other[name]) for name in found]
-            reports = [_larger(*both) for both in zip(reports, again, strict=True)]
+            both = zip(reports, again, strict=True)
+            reports = [_raised(report, other.max_budget, other.mean_budget) for report, other in both]
     return reports
 
 
-def _larger(report: ErrorReport, other: ErrorReport) -> ErrorReport:
-    """The report with the larger budgets of the two."""
-    budgets = {
-        name: max(getattr(report, name), getattr(other, name)) for name in ("max_budget", "mean_budget")
-    }
-    return replace(report, **budgets)
+def _raised(report: ErrorReport, largest: float, mean: float) -> ErrorReport:
+    """The report with at least these budgets."""
+    return replace(
+        report, max_budget=max(report.max_budget, largest), mean_budget=max(report.mean_budget, mean)
+    )
 
 
 def _allow_chance(
@@ -202,10 +202,7 @@ def _allow_chance(
         budgets["out"] = rounding
     if "lse" in found and found["lse"].numel() < FEW:
         budgets["lse"] = _rounding(found["lse"].dtype) * score
-    return [
-        replace(r, max_budget=max(r.max_budget, b), mean_budget=max(r.mean_budget, b)) if b else r
-        for r, b in ((r, budgets.get(r.name, 0.0)) for r in reports)
-    ]
+    return [_raised(r, b, b) for r in reports for b in [budgets.get(r.name, 0.0)]]
 
 
 def _standard_error(errors: Tensor) -> float:

@@ -407,7 +407,7 @@ def second_call(group, method, cu_seqlens):
 
     for needs_grad in (False, True):
         call(new().requires_grad_(needs_grad))
-    slow = ["faults._check", "cost.estimate", "schedule._rounds", "heads.joined", "parts._packed"]
+    slow = ["faults.describe_tensors", "cost.estimate", "schedule._rounds", "heads.joined", "parts._packed"]
     with contextlib.ExitStack() as stack:
         for name in slow:
             error = AssertionError(f"{name} was called again")

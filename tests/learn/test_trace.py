@@ -9,7 +9,6 @@ from tilewise import reference
 from tilewise.core.problem import Inputs, Options, describe
 from tilewise.learn import trace
 from tilewise.tiled import backend as tiled, tiles
-from tilewise.tiled.config import TileConfig
 
 ALL_WAYS = list(itertools.product(trace.ORDERS, trace.NORMALIZE))
 # seqlen_q, seqlen_k, block_q, block_k, causal: blocks that divide and that do not, ragged, one, larger
@@ -152,7 +151,7 @@ def record_calls(monkeypatch, run) -> dict[str, list]:
 def test_trace_and_backend_make_the_same_calls(monkeypatch):
     """Bit for bit the same arguments and results of the same functions, in the same order."""
     query, key, value, dout = random_inputs(7, 8)
-    monkeypatch.setattr(tiles, "tiled_plan", lambda problem: TileConfig(block_q=3, block_k=2))
+    monkeypatch.setattr(tiles, "tiled_plan", lambda problem: tiles.TileConfig(block_q=3, block_k=2))
     inputs = Inputs(*one_head(query, key, value))
     problem = describe(inputs, Options())
 

@@ -13,7 +13,7 @@ from tilewise.autograd.second_order import place
 from tilewise.core.checks import check_inputs, shown
 from tilewise.core.plan import Results, Watched
 from tilewise.core.problem import Gradients, Inputs, Options, describe, of_gradient
-from tilewise.core.signature import LazyTensor, NoMemory, all_resolved, resolved
+from tilewise.core.signature import NoMemory, all_resolved, resolved
 from tilewise.core.statistics import Aux, Measured, Statistics
 from tilewise.core.torch_private import is_batched, is_plain_eager, own_dtypes, while_tracing
 from tilewise.core.values import check_values
@@ -66,7 +66,7 @@ def _attention(
         out, lse, *found = AttentionWithStatistics.apply(entry, options, backend, aux, *inputs)
         measured = Measured(*found)
     else:
-        out, lse, measured = _measured(entry, inputs, options, backend, aux)[:3]
+        (out, lse, _), measured = _measured(entry, inputs, options, backend, aux)
     return out, lse, measured.answer(aux, lse)
 
 
@@ -92,12 +92,9 @@ def _entry(inputs: Inputs, options: Options, backend: str | None, aux: Aux) -> t
         problem = describe(inputs, options)
         given = dispatch.given_by_forward(backend, problem, aux)
         dispatch.choose(problem, aux.only([name for name in aux.names if name not in given]), backend)
-    request = dispatch.request(aux)
+    inputs = Inputs(*all_resolved(inputs))
     try:
-        entry = plans.forward_plan(inputs, options, backend, request)
-    except LazyTensor:
-        inputs = Inputs(*all_resolved(inputs))
-        entry = plans.forward_plan(inputs, options, backend, request)
+        entry = plans.forward_plan(inputs, options, backend, dispatch.request(aux))
     except NoMemory as error:
         raise NotImplementedError(_WATCHED) from error
     aux.check(entry.plan.problem)
@@ -106,12 +103,10 @@ def _entry(inputs: Inputs, options: Options, backend: str | None, aux: Aux) -> t
 
 def _measured(
     entry: Entry, inputs: Inputs, options: Options, backend: str | None, aux: Aux
-) -> tuple[Tensor, Tensor, Measured, Results]:
+) -> tuple[Results, Measured]:
     forward: Results | Watched = plans.run(entry, inputs)
     found = dispatch.measure(inputs, forward, options, backend, aux)
-    results = forward.results if isinstance(forward, Watched) else forward
-    assert results.out is not None and results.lse is not None
-    return results.out, results.lse, found, results
+    return forward.results if isinstance(forward, Watched) else forward, found
 
 
 class AttentionWithStatistics(torch.autograd.Function):
@@ -122,13 +117,13 @@ class AttentionWithStatistics(torch.autograd.Function):
         ctx: Any, entry: Entry, options: Options, backend: str | None, aux: Aux, *tensors: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         inputs = Inputs(*tensors)  # type: ignore[arg-type]
-        out, lse, found, results = _measured(entry, inputs, options, backend, aux)
+        results, found = _measured(entry, inputs, options, backend, aux)
         ctx.call = options, backend, aux, entry.plan.problem.bias_needs_grad
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*tensors, *results)
         fixed = (t for name, t in found._asdict().items() if t is not None and name not in _DIFFERENTIABLE)
         ctx.mark_non_differentiable(*fixed)
-        return out, lse, *found
+        return results.out, results.lse, *found
 
     @staticmethod
     def backward(  # type: ignore[override]
@@ -156,14 +151,8 @@ class AttentionWithStatistics(torch.autograd.Function):
             assert results.lse is not None
             problem = of_gradient(describe(inputs, options))
             with own_dtypes(problem.device_type):
-                found = tiled.backward(
-                    problem,
-                    inputs,
-                    results.lse,
-                    results.residual,
-                    aux,
-                    Measured(*grads),  # type: ignore[arg-type]
-                )
+                asked = Measured(*grads)  # type: ignore[arg-type]
+                found = tiled.backward(problem, inputs, results.lse, results.residual, aux, asked)
             total = Gradients(*(_sum(a, b) for a, b in zip(total, found)))  # type: ignore[arg-type]
         return (None, None, None, None, *place(inputs, total, needs_bias_gradient))
 

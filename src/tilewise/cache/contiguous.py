@@ -7,20 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilewise.cache.quantized_pages import QUANTIZED
-from tilewise.core.checks import DTYPES, MAX_HEAD_DIM, check_flag, shown
+from tilewise.core.checks import DTYPES, MAX_HEAD_DIM, check_flag, check_integers, shown
 from tilewise.core.device_errors import raise_errors
-
-
-def check_sizes(**sizes: int) -> None:
-    """Raise ValueError unless all are integers of at least 0, head_dim* from 1 to MAX_HEAD_DIM."""
-    for name, size in sizes.items():
-        is_integer = isinstance(size, int) and not isinstance(size, bool)
-        if name.startswith("head_dim"):
-            if not is_integer or not 1 <= size <= MAX_HEAD_DIM:
-                raise ValueError(f"{name}={shown(size)} must be an integer from 1 to {MAX_HEAD_DIM}")
-        elif not is_integer or size < 0:
-            raise ValueError(f"{name}={shown(size)} must be an integer of at least 0")
+from tilewise.core.fp8 import FP8
 
 
 def mark_static(*tensors: Tensor | None) -> None:
@@ -57,7 +46,7 @@ class Storage:
         value_in_key: bool,
     ) -> None:
         head_dim_v = head_dim if head_dim_v is None else head_dim_v
-        check_sizes(head_dim=head_dim, head_dim_v=head_dim_v)
+        check_integers(1, MAX_HEAD_DIM, head_dim=head_dim, head_dim_v=head_dim_v)
         check_flag("value_in_key", value_in_key)
         if value_in_key and head_dim_v > head_dim:
             raise ValueError(
@@ -66,7 +55,7 @@ class Storage:
         self.value_in_key = value_in_key
         with torch.inference_mode(False):  # tensors of inference mode could not be changed outside of it
             self.key = torch.zeros(*rows, head_dim, dtype=dtype, device=device)
-            if dtype == QUANTIZED:
+            if dtype == FP8:
                 self.key_scale = torch.ones(rows[0], rows[2], dtype=torch.float32, device=device)
             if value_in_key:
                 self.value, self.value_scale = self.key[..., :head_dim_v], self.key_scale
@@ -109,7 +98,7 @@ class Storage:
                 raise TypeError(
                     f"{name}={type(t).__name__} must be a torch.Tensor when the other one is given"
                 )
-            if t.dtype != storage.dtype and not (storage.dtype == QUANTIZED and t.dtype in DTYPES):
+            if t.dtype != storage.dtype and not (storage.dtype == FP8 and t.dtype in DTYPES):
                 raise TypeError(f"{name}.dtype={t.dtype} must equal the cache's dtype={storage.dtype}")
             if t.device != storage.device:
                 raise ValueError(f"{name}.device={t.device} must equal the cache's device={storage.device}")
@@ -172,7 +161,7 @@ class KVCache(Storage):
         device: torch.device | str | None = None,
         value_in_key: bool = False,
     ) -> None:
-        check_sizes(batch=batch, max_seqlen=max_seqlen, num_kv_heads=num_kv_heads)
+        check_integers(0, batch=batch, max_seqlen=max_seqlen, num_kv_heads=num_kv_heads)
         if dtype not in DTYPES:
             raise TypeError(f"dtype={shown(dtype)} must be float64, float32, bfloat16 or float16")
         rows = (batch, max_seqlen, num_kv_heads)
@@ -233,11 +222,9 @@ class KVCache(Storage):
             where: Any = (slice(None), slice(held[0], held[0] + new_tokens))
         else:
             row = torch.arange(len(k), device=k.device)[:, None]
-            first = (
-                self._lengths
-                if held is not None
-                else self._lengths.clamp(0, max(0, self.key.shape[1] - new_tokens))
-            )
+            first = self._lengths
+            if held is None:
+                first = first.clamp(0, max(0, self.key.shape[1] - new_tokens))
             where = (row, first.long()[:, None] + torch.arange(new_tokens, device=k.device))
         self.key[where] = k
         if v is not None:

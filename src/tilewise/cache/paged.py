@@ -9,11 +9,12 @@ from numbers import Integral
 import torch
 from torch import Tensor
 
-from tilewise.cache.contiguous import Storage, check_sizes, layout_hint
+from tilewise.cache.contiguous import Storage, layout_hint
 from tilewise.cache.pages import PADDING, PagedBatch, PageTable, integers
-from tilewise.cache.quantized_pages import QUANTIZED, dequantized, write_quantized
-from tilewise.core.checks import DTYPES, shown
+from tilewise.cache.quantized_pages import dequantized, write_quantized
+from tilewise.core.checks import DTYPES, check_integers, shown
 from tilewise.core.device_errors import raise_errors
+from tilewise.core.fp8 import FP8
 
 PAGE_SIZES = (16, 64, 128, 256)
 
@@ -72,12 +73,12 @@ class PagedKVCache(Storage):
         value_in_key: bool = False,
         shares: PagedKVCache | None = None,
     ) -> None:
-        check_sizes(num_pages=num_pages, num_kv_heads=num_kv_heads)
+        check_integers(0, num_pages=num_pages, num_kv_heads=num_kv_heads)
         if max_seqlen is not None:
-            check_sizes(max_seqlen=max_seqlen)
+            check_integers(0, max_seqlen=max_seqlen)
         if not isinstance(page_size, int) or page_size not in PAGE_SIZES:
             raise ValueError(f"page_size={shown(page_size)} must be 16, 64, 128 or 256")
-        if dtype not in (*DTYPES, QUANTIZED):
+        if dtype not in (*DTYPES, FP8):
             raise TypeError(
                 f"dtype={shown(dtype)} must be float64, float32, bfloat16, float16 or float8_e4m3fn"
             )
@@ -183,11 +184,9 @@ class PagedKVCache(Storage):
         sequences = self.sequences if sequences is None else integers("sequences", sequences)
         if not isinstance(into, PagedBatch | None):
             raise TypeError(f"into={shown(into)} must be None or what reserve() returned")
-        counts = (
-            [int(new_tokens)] * len(sequences)
-            if isinstance(new_tokens, int | Integral)
-            else integers("new_tokens", new_tokens)
-        )
+        if isinstance(new_tokens, int | Integral):
+            new_tokens = [int(new_tokens)] * len(sequences)
+        counts = integers("new_tokens", new_tokens)
         if len(counts) != len(sequences):
             raise ValueError(
                 f"new_tokens={counts} must be one number, or one for each of {len(sequences)} sequences"

@@ -6,9 +6,7 @@ import torch
 from torch import Tensor
 
 from tilewise.cache.pages import PagedBatch
-
-QUANTIZED = torch.float8_e4m3fn
-LARGEST = 448.0  # of float8_e4m3fn
+from tilewise.core.fp8 import LARGEST
 
 
 def dequantized(pages: Tensor, scale: Tensor) -> Tensor:

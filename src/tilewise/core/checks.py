@@ -234,6 +234,15 @@ def check_number(name: str, value: Any) -> None:
         raise ValueError(f"{name}={shown(value)} must be of at most 128 bits")
 
 
+def check_integers(least: int, most: int | None = None, /, **values: Any) -> None:
+    """Raises ValueError unless all are integers of at least `least`, and at most `most`."""
+    for name, value in values.items():
+        is_integer = isinstance(value, int) and not isinstance(value, bool)
+        if not is_integer or value < least or (most is not None and value > most):
+            bound = f"of at least {least}" if most is None else f"from {least} to {most}"
+            raise ValueError(f"{name}={shown(value)} must be an integer {bound}")
+
+
 def check_flag(name: str, value: Any) -> None:
     """Raises TypeError if value is neither true nor false; None is false."""
     is_flag = value is None or isinstance(value, bool | torch.SymBool)
@@ -249,7 +258,7 @@ def window_bound(bound: Any) -> Any:
     return int(bound) if bound < MAX_WINDOW else None
 
 
-def check_types(options: Any) -> None:
+def check_scalars(options: Any, has_seed: bool, dtype: torch.dtype) -> None:
     for name in ("softcap", "dropout_p"):
         check_number(name, getattr(options, name))
     if options.scale is not None:
@@ -262,10 +271,6 @@ def check_types(options: Any) -> None:
         raise TypeError(f"precision={shown(options.precision)} must be a string")
     for name in ("causal", "deterministic"):
         check_flag(name, getattr(options, name))
-
-
-def check_scalars(options: Any, has_seed: bool, dtype: torch.dtype) -> None:
-    check_types(options)
     largest = torch.finfo(torch.float64 if dtype == torch.float64 else torch.float32).max
     for name in ("scale", "softcap"):
         value = getattr(options, name)

@@ -128,9 +128,3 @@ def _bytes(result: Any) -> int:
     """Of a tensor, or of those in a tuple."""
     parts = result if isinstance(result, tuple) else (result,)
     return sum(t.nbytes for t in parts if isinstance(t, Tensor))
-
-
-def clear() -> None:
-    """Forget all results."""
-    with _lock:
-        _results.clear()

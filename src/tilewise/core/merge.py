@@ -48,7 +48,7 @@ def merge(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
         if not isinstance(part, tuple | list) or len(part) != 2:
             raise TypeError(f"parts[{n}]={shown(part)} must be a tuple (out, lse)")
         check_tensors(**{f"parts[{n}][0]": part[0], f"parts[{n}][1]": part[1]})
-    for n, (out, lse) in enumerate(parts):
+        out, lse = part
         right = (*out.shape[:-3], out.shape[-2], out.shape[-3]) if out.ndim in (3, 4) else None
         if tuple(lse.shape) != right or out.shape != parts[0][0].shape:
             raise ValueError(

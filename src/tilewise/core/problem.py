@@ -203,14 +203,11 @@ class AttentionProblem:
 
     def visibility(self, seqlen_q: int | None = None, seqlen_k: int | None = None) -> Visibility:
         """The visible keys of one sequence; lengths default to the problem's own."""
-        right = self.window_right
-        if self.causal:
-            right = 0 if right is None else min(0, right)
         return Visibility(
             self.seqlen_q if seqlen_q is None else seqlen_q,
             self.seqlen_k if seqlen_k is None else seqlen_k,
             self.window_left,
-            right,
+            0 if self.causal else self.window_right,
         )
 
 

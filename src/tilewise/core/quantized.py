@@ -54,15 +54,12 @@ class Quantized:
 
     def dequantize(self) -> Tensor:
         """What the 8-bit numbers stand for, float32 in `shape`; a query or key is rotated back."""
-        numbers = from_blocks(self.rows().float() * self.scale[..., None, None], self.shape, self.cu_seqlens)
+        rows = in_key_order(self.blocks) if self.kind == "value" else self.blocks
+        numbers = from_blocks(rows.float() * self.scale[..., None, None], self.shape, self.cu_seqlens)
         if self.is_rotated:  # H H^T is width times the identity, by which a query's scale is divided already
             numbers = numbers @ fp8.hadamard(numbers.shape[-1], self.device).T
             numbers = numbers if self.kind == "query" else numbers / numbers.shape[-1]
         return numbers[..., : self.shape[-1]].contiguous()
-
-    def rows(self) -> Tensor:
-        """The blocks as [heads, blocks, 128, width], keys of a value in their order."""
-        return in_key_order(self.blocks) if self.kind == "value" else self.blocks
 
     def stand_in(self) -> Tensor:
         """Shape, dtype and device of what this stands for, over the memory of one NaN."""
@@ -131,10 +128,8 @@ def to_blocks(x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
     """[heads, blocks, 128, dim] of x (batch, seqlen, heads, dim), packed (total, heads, dim)."""
     if cu_seqlens is None:
         padded = torch.nn.functional.pad(x, (0, 0, 0, 0, 0, -x.shape[1] % BLOCK_ROWS))
-        blocks = padded.unflatten(1, (-1, BLOCK_ROWS)).permute(
-            3, 0, 1, 2, 4
-        )  # [heads, batch, blocks, 128, dim]
-        return blocks.flatten(1, 2).contiguous()
+        blocks = padded.unflatten(1, (-1, BLOCK_ROWS))  # [batch, blocks, 128, heads, dim]
+        return blocks.permute(3, 0, 1, 2, 4).flatten(1, 2).contiguous()
     count = num_blocks(x.shape, cu_seqlens)
     sequence = _sequences(x.shape, count, cu_seqlens, x.device)
     starts = cu_seqlens.long()
@@ -151,10 +146,8 @@ def from_blocks(blocks: Tensor, shape: Sequence[int], cu_seqlens: Tensor | None)
     """The rows of blocks [heads, blocks, 128, dim]: `shape`, but for the last dimension."""
     if cu_seqlens is None:
         batch, seqlen = shape[:2]
-        rows = blocks.unflatten(1, (batch, -(-seqlen // BLOCK_ROWS))).flatten(
-            2, 3
-        )  # [heads, batch, rows, dim]
-        return rows[:, :, :seqlen].permute(1, 2, 0, 3)
+        by_batch = blocks.unflatten(1, (batch, -(-seqlen // BLOCK_ROWS)))
+        return by_batch.flatten(2, 3)[:, :, :seqlen].permute(1, 2, 0, 3)
     starts = cu_seqlens.long()
     token = torch.arange(shape[0], device=blocks.device)
     sequence = torch.searchsorted(starts[1:].contiguous(), token, right=True)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.compiler import is_compiling
-from torch.utils._pytree import tree_map_only  # noqa: F401
+from torch.utils._pytree import tree_leaves, tree_map_only  # noqa: F401
 
 # The public `torch.compiler.disable` imports the compiler, and Triton with it, where it decorates.
 not_compiled = getattr(importlib.import_module("torch._compile"), "_disable_dynamo", torch.compiler.disable)

@@ -51,11 +51,8 @@ def check_coverage(inputs: Inputs, longest_q: int, longest_k: int) -> None:
             raise ValueError(f"{name}.shape={tuple(t.shape)} must cover the longest sequence: {longest}")
 
 
-_checked: MutableMapping[Any, Any] = (
-    WeakTensorKeyDictionary()
-)  # offsets on a GPU, and how they were found right
-
-
+# Offsets on a GPU, and how they were found right.
+_checked: MutableMapping[Any, Any] = WeakTensorKeyDictionary()
 _MADE_HERE = object()
 
 
@@ -81,19 +78,27 @@ def _identity(problem: AttentionProblem, inputs: Inputs) -> Any:
 
 
 def _check_cached(problem: AttentionProblem, inputs: Inputs) -> None:
-    for i, span in enumerate(spans(problem, inputs)):
+    found = spans(problem, inputs)
+    for i, span in enumerate(found):
         if not 0 <= span.k0 <= span.k1 <= problem.seqlen_k:
             pad = "" if inputs.leftpad_k is None else f"leftpad_k[{i}]={span.k0}, "
             raise ValueError(
                 f"{pad}seqlens_k[{i}]={span.k1} must satisfy 0 <= leftpad <= length <= "
                 f"capacity={problem.seqlen_k}: these are the cache's lengths"
             )
-        if inputs.page_table is not None and problem.page_size:
-            used = inputs.page_table[i, : -(-span.k1 // problem.page_size)]
-            if used.numel() and not 0 <= int(used.min()) <= int(used.max()) < inputs.key.shape[0]:
-                raise ValueError(
-                    f"page_table[{i}]={used.tolist()} must index pages in [0, {inputs.key.shape[0]})"
-                )
+    if inputs.page_table is not None:
+        check_pages("page_table", inputs.page_table, [span.k1 for span in found], inputs.key)
+
+
+def check_pages(name: str, table: Tensor, lengths: list[int], cache: Tensor) -> None:
+    """Only the pages in use: entries behind a sequence's end may hold anything."""
+    if cache.shape[1] < 1:
+        raise ValueError(f"the page size {cache.shape[1]} must be at least 1")
+    most, page_size = cache.shape[:2]
+    for i, (length, pages) in enumerate(zip(lengths, table.tolist())):
+        used = pages[: -(-length // page_size)]
+        if used and not 0 <= min(used) <= max(used) < most:
+            raise ValueError(f"{name}[{i}]={used} must index pages in [0, {most})")
 
 
 def _check_cu_seqlens(side: str, cu_seqlens: Tensor | None, total: int, longest: int | None) -> None:

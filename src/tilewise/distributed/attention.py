@@ -320,9 +320,7 @@ def _wants_gradients(inputs: Inputs) -> bool:
 
 
 def _rules(inputs: Inputs, options: Options) -> Rules:
-    left, right = options.window_left, options.window_right
-    if options.causal:
-        right = 0 if right is None else min(0, right)
+    left, right = options.window_left, 0 if options.causal else options.window_right
     by_token = (options.functions, inputs.mask, inputs.bias, inputs.alibi_slopes, inputs.dropout_seed)
     needs_tokens = any(x is not None for x in by_token)
     multiple = 1 if inputs.dropout_seed is None else SQUARE

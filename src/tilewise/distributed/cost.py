@@ -25,10 +25,10 @@ from typing import Any, NamedTuple
 import torch
 
 from tilewise.api import window_bounds
-from tilewise.core.checks import check_flag, shown
+from tilewise.core.checks import check_flag, check_integers, shown
 from tilewise.core.mask import Visibility
 from tilewise.distributed.layout import Layout, joined, layout_of
-from tilewise.distributed.network import BACKWARD_FLOPS, Network, check_counts, check_network
+from tilewise.distributed.network import BACKWARD_FLOPS, Network, check_network
 from tilewise.distributed.ranks import Ranks
 from tilewise.distributed.schedule import Message, Rules, Step, make_schedule, num_rows
 
@@ -137,7 +137,8 @@ def explain(
         ('ring', ['ring', 'ulysses', '2d', 'all_gather'])
     """
     kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-    check_counts(world=world, batch=batch, num_heads=num_heads, num_kv_heads=kv_heads, head_dim=head_dim)
+    check_integers(1, world=world, batch=batch, num_heads=num_heads)
+    check_integers(1, num_kv_heads=kv_heads, head_dim=head_dim)
     if num_heads % kv_heads:
         raise ValueError(f"num_kv_heads={kv_heads} must divide num_heads={num_heads}")
     if not isinstance(dtype, torch.dtype):
@@ -147,10 +148,9 @@ def explain(
     check_network(network)
     layout = layout_of(Ranks(None, 0, world, ()), balance, seqlen, cu_seqlens)
     left, right = window_bounds(window)
-    if causal:
-        right = 0 if right is None else min(0, right)
+    rules = Rules(left, 0 if causal else right, needs_tokens=False)
     sizes = Sizes(batch, num_heads, kv_heads, head_dim, head_dim, dtype.itemsize)
-    return choose(layout, Rules(left, right, False), sizes, network, backward)
+    return choose(layout, rules, sizes, network, backward)
 
 
 @functools.lru_cache(maxsize=256)

@@ -99,14 +99,7 @@ def _checked(
     method: str,
     inner: int | None,
 ) -> int:
-    """`check_call` of what is `seen` of tensors."""
-    _check(inputs, options, tokens, is_packed, backend)
-    longest = max(map(tokens.length, range(tokens.world)))
-    return _ulysses_degree(method, inner, tokens.world, inputs, longest)
-
-
-def _check(inputs: Any, options: Options, tokens: Layout, is_packed: bool, backend: str | None) -> None:
-    """What `describe_tensors` cannot see: masks have columns for the whole sequence."""
+    """`check_call` of what is `seen` of tensors: masks have columns for the whole sequence."""
     query, key = inputs.query, inputs.key
     problem = describe_tensors(inputs._replace(mask=None, bias=None), options, is_value_in_key=False)
     if backend is not None:
@@ -138,6 +131,8 @@ def _check(inputs: Any, options: Options, tokens: Layout, is_packed: bool, backe
                 f"{name}.shape={tuple(t.shape)} must broadcast to (batch, heads, tokens of the rank, seqlen)="
                 f"{shape}"
             )
+    longest = max(map(tokens.length, range(tokens.world)))
+    return _ulysses_degree(method, inner, tokens.world, inputs, longest)
 
 
 def batch_of_one(*tensors: Tensor) -> list[Tensor]:

@@ -35,10 +35,6 @@ class Swap:
     rows: tuple[tuple[Range, ...], ...]  # of each rank: where its tokens are in the group's order
     most: tuple[int, int]  # tokens of a rank, and of such a group, where they are most
 
-    @property
-    def length(self) -> int:
-        return max((r[-1][1] for r in self.rows if r), default=0)
-
 
 @functools.lru_cache(maxsize=128)
 def heads_of(world: int, num_heads: int, num_kv_heads: int) -> tuple[tuple[slice, ...], tuple[slice, ...]]:
@@ -50,19 +46,17 @@ def heads_of(world: int, num_heads: int, num_kv_heads: int) -> tuple[tuple[slice
 
 def swap_of(ranks: Ranks, layout: Layout, first: int) -> Swap:
     """For members that are ranks `first`, `first + 1`, ... of a layout."""
-    return Swap(ranks, _rows(layout, first, ranks.world), _most(layout, ranks.world))
+    return Swap(ranks, *_rows_and_most(layout, first, ranks.world))
 
 
 @functools.lru_cache(maxsize=128)
-def _most(layout: Layout, world: int) -> tuple[int, int]:
-    most, most_of_group = (max(map(num_tokens, each.pieces)) for each in (layout, joined(layout, world)))
-    return most, most_of_group
-
-
-@functools.lru_cache(maxsize=128)
-def _rows(layout: Layout, first: int, world: int) -> tuple[tuple[Range, ...], ...]:
-    whole = joined(layout, world).pieces[first // world]
-    return tuple(schedule.rows_of(whole, own) for own in layout.pieces[first : first + world])
+def _rows_and_most(
+    layout: Layout, first: int, world: int
+) -> tuple[tuple[tuple[Range, ...], ...], tuple[int, int]]:
+    groups = joined(layout, world)
+    whole, members = groups.pieces[first // world], layout.pieces[first : first + world]
+    most, most_of_group = (max(map(num_tokens, each.pieces)) for each in (layout, groups))
+    return tuple(schedule.rows_of(whole, own) for own in members), (most, most_of_group)
 
 
 Heads = tuple[tuple[slice, ...], ...]  # of each tensor, for each rank

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from tilewise.api import attention
-from tilewise.core.checks import check_number, shown
+from tilewise.core.checks import check_integers, check_number, shown
 from tilewise.distributed import peer_memory
 from tilewise.distributed.peer_memory import KEYS, PeerMemory, copy_beside, stream_of
 from tilewise.distributed.ranks import Ranks
@@ -136,12 +136,6 @@ def _fastest(call: Callable[[], object], busy: Callable[[], object], device: tor
     return min(seconds[1:])
 
 
-def check_counts(**counts: Any) -> None:
-    for name, count in counts.items():
-        if not isinstance(count, int) or isinstance(count, bool) or count < 1:
-            raise ValueError(f"{name}={shown(count)} must be an integer of at least 1")
-
-
 def check_network(network: Any) -> None:
     """Raises TypeError or ValueError unless it is a `Network` of positive speeds."""
     if not isinstance(network, Network):
@@ -150,7 +144,7 @@ def check_network(network: Any) -> None:
         if value is None and name in Network._field_defaults:
             continue
         if name == "per_node":
-            check_counts(**{"network.per_node": value})
+            check_integers(1, **{"network.per_node": value})
         else:
             check_number(f"network.{name}", value)
             may_be_0 = name.endswith("latency") or name in ("taken", "publishing", "waiting")

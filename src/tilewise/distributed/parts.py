@@ -265,7 +265,7 @@ class Totals:
     """out and lse over disjoint keys, merged; or, without lse, gradients, added."""
 
     def __init__(self, like: Tensor, dim: int, has_lse: bool = False) -> None:
-        """like: (batch, tokens, heads, any). Results have this dtype, unless `finish` is told another."""
+        """like: (batch, tokens, heads, any), in the dtype of the results."""
         batch, tokens, heads, _ = like.shape
         self.like, self.shape, self.has_lse = like, (batch, tokens, heads, dim), has_lse
         self.wide = wide(like.dtype)
@@ -283,9 +283,9 @@ class Totals:
         self._put_together(self.wide)
         self.waiting[0].out.index_add_(1, index, out.to(self.wide))
 
-    def finish(self, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor | None]:
+    def finish(self) -> tuple[Tensor, Tensor | None]:
         """(out, lse). Rows that no part has are 0, their lse -inf."""
-        return self._put_together(dtype or self.like.dtype)
+        return self._put_together(self.like.dtype)
 
     def _put_together(self, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
         first = self.waiting[0] if self.waiting else None

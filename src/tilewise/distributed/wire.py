@@ -6,7 +6,7 @@ import functools
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -43,22 +43,6 @@ class Transfer:
         return self.result
 
 
-class Wire(Protocol):
-    """How keys come to a rank and gradients of them go back, in one direction of a call.
-
-    Steps are numbered as in the schedule. All ranks make the same calls in the same order.
-    """
-
-    def bring_keys(self, number: int) -> Transfer:
-        """What brings a step's keys and values, (step.keys, batch, KV heads, dim) each."""
-
-    def return_gradients(self, number: int, theirs: Rows, totals: KeyTotals) -> Transfer:
-        """Gradients of a step's keys to whom they belong; totals grow by what comes from others."""
-
-    def start(self, transfers: Sequence[Transfer]) -> None:
-        """Start transfers at once, beside what the current stream does next."""
-
-
 def make_wire(
     ranks: Ranks,
     steps: tuple[Step, ...],
@@ -67,7 +51,14 @@ def make_wire(
     most_heads: int,
     is_backward: bool,
 ) -> Wire:
-    """own: the rank's keys and values. most_heads: KV heads of the rank of the group that has most."""
+    """How keys come to a rank and gradients of them go back, in one direction of a call.
+
+    Steps are numbered as in the schedule. All ranks make the same calls in the same order.
+
+    Args:
+        own: the rank's keys and values.
+        most_heads: KV heads of the rank of the group that has most.
+    """
     if len(steps) > 1 and peer_memory.can_read(ranks, own[0].device):
         reach = make_reach()
         row_bytes = [t.shape[1] * most_heads * t.shape[3] * t.dtype.itemsize for t in own]
@@ -91,6 +82,7 @@ class Messages:
         self.own = tuple(t.contiguous() for t in own) if len(steps) > 1 else ()
 
     def bring_keys(self, number: int) -> Transfer:
+        """What brings a step's keys and values, (step.keys, batch, KV heads, dim) each."""
         step = self.steps[number]
         transfer = Transfer(tuple([_new_rows(t, step.keys) for t in self.own]))
         transfer.sends = _outgoing(step.sends, self.own)
@@ -104,7 +96,10 @@ class Messages:
         return transfer
 
     def return_gradients(self, number: int, theirs: Rows, totals: KeyTotals) -> Transfer:
-        """Those that arrive are added in the order of the schedule: the same sum in every run."""
+        """Gradients of a step's keys to whom they belong; totals grow by what comes from others.
+
+        Those that arrive are added in the order of the schedule: the same sum in every run.
+        """
         step = self.steps[number]
         theirs = tuple(t.contiguous() for t in theirs)
         transfer = Transfer(sends=_outgoing(step.receives, theirs))
@@ -115,7 +110,10 @@ class Messages:
         return transfer
 
     def start(self, transfers: Sequence[Transfer]) -> None:
-        """On a GPU they are one kernel, so that none waits for the end of another's."""
+        """Start transfers at once, beside what the current stream does next.
+
+        On a GPU they are one kernel, so that none waits for the end of another's.
+        """
         sends = [message for transfer in transfers for message in transfer.sends]
         receives = [message for transfer in transfers for message in transfer.receives]
         works = self.ranks.exchange(sends, receives)
@@ -173,7 +171,7 @@ def _span(messages: Sequence[Message]) -> Range:
 
 
 class Reads:
-    """By reading where it lies, which GPUs of one host can."""
+    """As `Messages`, by reading where it lies, which GPUs of one host can."""
 
     def __init__(
         self,
@@ -249,6 +247,7 @@ class Reads:
         transfer.after.append(unpack)
 
 
+Wire = Messages | Reads
 MOST_COPIES = 8  # for a message of short ranges: where it has more, all between them is read too, by one
 LONG = 1 << 20  # bytes
 

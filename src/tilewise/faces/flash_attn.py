@@ -270,7 +270,7 @@ def flash_attn_varlen_func(
     check_known(flash_attn_varlen_func, unknown)
     if block_table is not None:
         total = int(cu_seqlens_k[-1]) if isinstance(cu_seqlens_k, Tensor) and cu_seqlens_k.numel() else 0
-        k, v = gather_pages(k, v, block_table, "block_table", counts_of("cu_seqlens_k", cu_seqlens_k, total))
+        k, v = gather_pages(k, v, block_table, counts_of("cu_seqlens_k", cu_seqlens_k, total))
     options = flash_attn_call.options(
         softmax_scale, causal, window_size, softcap, dropout_p=dropout_p, deterministic=deterministic,
         max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k,

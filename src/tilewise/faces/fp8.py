@@ -12,11 +12,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from tilewise.core.fp8 import FP8
 from tilewise.core.problem import AttentionProblem, Inputs, Options, describe
 from tilewise.core.quantized import KINDS, arrange, inputs_of
 from tilewise.dispatch.capability import refusal
-
-FP8 = torch.float8_e4m3fn
 
 
 class Descale(NamedTuple):

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from tilewise.core import checks
+from tilewise.core.values import check_pages
 from tilewise.faces.fp8 import NO_FACTORS, Descale
-from tilewise.faces.tokens import check_integer_tensors, check_pages, counts_of
+from tilewise.faces.tokens import check_integer_tensors, counts_of
 
 
 @dataclass(frozen=True)
@@ -201,12 +202,9 @@ def _check_batch_idx(call: KVCacheCall, index: Tensor, batch: int, rows: int) ->
 
 
 def check_tensors(call: KVCacheCall) -> None:
-    for name in ("q", "k_cache", "v_cache", "k", "v", "rotary_cos", "rotary_sin", "alibi_slopes"):
-        t = getattr(call, name)
-        if not isinstance(t, Tensor) and (t is not None or name in ("q", "k_cache", "v_cache")):
-            raise TypeError(f"{name}={type(t).__name__} must be a torch.Tensor")
-        if t is not None:
-            checks.check_tensors(**{name: t})
+    needed = ("q", "k_cache", "v_cache")
+    given = {n: getattr(call, n) for n in (*needed, "k", "v", "rotary_cos", "rotary_sin", "alibi_slopes")}
+    checks.check_tensors(**{name: t for name, t in given.items() if t is not None or name in needed})
     k_cache, v_cache = tuple(call.k_cache.shape), tuple(call.v_cache.shape)
     if len(k_cache) != 4 or len(v_cache) != 4 or v_cache[:3] != k_cache[:3]:
         raise ValueError(

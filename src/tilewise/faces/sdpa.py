@@ -215,8 +215,6 @@ def _mask_or_bias(
 ) -> tuple[Tensor | None, Tensor | None]:
     """(mask, None) or (None, bias), of (leading batch or 1, heads or 1, seqlen_q or 1, seqlen_k or 1)."""
     shape = *leading, q.shape[1], q.shape[2], k.shape[2]
-    if not isinstance(attn_mask, Tensor):
-        raise TypeError(f"attn_mask={type(attn_mask).__name__} must be a torch.Tensor or None")
     check_tensors(attn_mask=attn_mask)
     if attn_mask.dtype != torch.bool and not attn_mask.dtype.is_floating_point:
         raise TypeError(f"attn_mask.dtype={attn_mask.dtype} must be bool or floating point")

@@ -7,6 +7,8 @@ import itertools
 import torch
 from torch import Tensor
 
+from tilewise.core.values import check_pages
+
 
 def tokens_of(counts: list[int], device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     """Of sequences of so many tokens, one after the other: each token's sequence, and its place in that,
@@ -17,26 +19,22 @@ def tokens_of(counts: list[int], device: torch.device) -> tuple[Tensor, Tensor, 
     return sequence, torch.arange(len(sequence), device=device) - cu_seqlens[sequence], cu_seqlens
 
 
-def gather_pages(
-    cache_k: Tensor, cache_v: Tensor, table: Tensor, table_name: str, counts: list[int]
-) -> tuple[Tensor, Tensor]:
+def gather_pages(cache_k: Tensor, cache_v: Tensor, table: Tensor, counts: list[int]) -> tuple[Tensor, Tensor]:
     """The first `counts[b]` tokens of every sequence, packed. Differentiable.
 
     Raises:
         ValueError, TypeError: the table or the caches do not fit.
     """
-    check_integer_tensors(**{table_name: table})
+    check_integer_tensors(block_table=table)
     if table.ndim != 2 or len(table) != len(counts) or cache_k.ndim != 4 or cache_v.ndim != 4:
         raise ValueError(
-            f"{table_name}.shape={tuple(table.shape)} must be (batch={len(counts)}, pages a sequence), and "
+            f"block_table.shape={tuple(table.shape)} must be (batch={len(counts)}, pages a sequence), and "
             f"k.shape={tuple(cache_k.shape)}, v.shape={tuple(cache_v.shape)} (pages, page_size, heads, dim)"
         )
     capacity = table.shape[1] * cache_k.shape[1]
     if max(counts, default=0) > capacity:
-        raise ValueError(
-            f"{table_name}.shape={tuple(table.shape)} holds {capacity} tokens, not {max(counts)}"
-        )
-    check_pages(table_name, table, counts, cache_k)
+        raise ValueError(f"block_table.shape={tuple(table.shape)} holds {capacity} tokens, not {max(counts)}")
+    check_pages("block_table", table, counts, cache_k)
     sequence, offset, _ = tokens_of(counts, table.device)
     place = table[sequence, offset // cache_k.shape[1]].long(), offset % cache_k.shape[1]
     return cache_k[place], cache_v[place]
@@ -56,17 +54,6 @@ def counts_of(name: str, cu_seqlens: Tensor, total: int) -> list[int]:
             f"{name}={offsets} must be (batch + 1,), never decrease and go from 0 to total={total}"
         )
     return counts
-
-
-def check_pages(name: str, table: Tensor, lengths: list[int], cache: Tensor) -> None:
-    """Only the pages in use: entries behind a sequence's end may hold anything."""
-    if cache.shape[1] < 1:
-        raise ValueError(f"the page size {cache.shape[1]} must be at least 1")
-    most, page_size = cache.shape[:2]
-    for i, (length, pages) in enumerate(zip(lengths, table.tolist())):
-        used = pages[: -(-length // page_size)]
-        if used and not 0 <= min(used) <= max(used) < most:
-            raise ValueError(f"{name}[{i}]={used} must index pages in [0, {most})")
 
 
 def check_integer_tensors(**tensors: Tensor) -> None:

@@ -31,7 +31,6 @@ from tilewise.tiled.tiles import (
     NEG_INF,
     QueryTile,
     Shift,
-    Tiles,
     add_reduced,
     in_input_dtypes,
     new_gradients,
@@ -43,7 +42,7 @@ from tilewise.tiled.tiles import (
 def plan(problem: AttentionProblem, signature: Signature) -> Plan:
     """Every problem is served; tiles are cut anew in every call."""
     if signature.direction == "statistics":
-        return statistics.plan(problem, signature)  # type: ignore[return-value]
+        return statistics.StatisticsPlan(problem, signature.aux)  # type: ignore[return-value]
     if signature.direction == "backward":
         return FunctionPlan(problem, _backward_call)
     return FunctionPlan(problem, functools.partial(_forward_call, request=signature.request))
@@ -175,8 +174,8 @@ def forward(problem: AttentionProblem, inputs: Inputs, saves: bool = False) -> t
     dense, packed = (problem.batch, problem.num_heads, problem.seqlen_q), (query.shape[1], query.shape[0])
     lse_shape = packed if problem.is_packed else dense
     statistics = [query.new_empty(lse_shape, dtype=problem.compute_dtype) for _ in range(1 + saves)]
-    for segment in segments(problem, inputs):
-        for rows in Tiles(problem, inputs, segment).query_tiles():
+    for tiles in segments(problem, inputs):
+        for rows in tiles.query_tiles():
             acc, *columns = _forward_tile(rows)
             rows.store(out, acc)
             for t, column in zip(statistics, columns):
@@ -214,8 +213,7 @@ def backward(
     residual: what rounding has left out of lse; None: not known, as of an lse that was merged.
     """
     grads = new_gradients(problem, inputs)
-    for segment in segments(problem, inputs):
-        tiles = Tiles(problem, inputs, segment)
+    for tiles in segments(problem, inputs):
         dk_sum, dv_sum = tiles.new_key_sum(problem.head_dim), tiles.new_key_sum(problem.head_dim_v)
         for rows in tiles.query_tiles():
             do, shift = rows.fold(dout), rows.shift(lse, residual)

@@ -12,7 +12,6 @@ from tilewise.core.functions.expression import decode
 from tilewise.core.functions.interval import Blocks
 from tilewise.core.functions.tile_map import FULL, PARTIAL, edges, tile_kinds
 from tilewise.core.problem import AttentionProblem, Inputs
-from tilewise.tiled.config import tiled_plan
 
 Tile = tuple[int, int, int, int]  # i0, i1, j0, j1
 
@@ -20,9 +19,13 @@ Tile = tuple[int, int, int, int]  # i0, i1, j0, j1
 class SegmentFunctions:
     """The functions of some batch entries that have the same numbers of queries and keys."""
 
-    def __init__(self, problem: AttentionProblem, inputs: Inputs, sequences: range, lengths: tuple[int, int]):
+    def __init__(
+        self, problem: AttentionProblem, inputs: Inputs, sequences: range, lengths: tuple[int, int],
+        blocks: tuple[int, int],
+    ) -> None:  # fmt: skip
+        """blocks: queries and keys of a tile."""
         assert problem.functions is not None
-        self.problem = problem
+        self.block_q, self.block_k = blocks
         self.functions = decode(problem.functions)
         self.buffers = inputs.captured
         self.dtype, self.device = problem.compute_dtype, inputs.query.device
@@ -35,11 +38,8 @@ class SegmentFunctions:
 
     def _map(self, lengths: tuple[int, int]) -> Tensor:
         """EMPTY, PARTIAL or FULL of each tile, for all batch entries and heads together."""
-        config = tiled_plan(self.problem)
-        rows, columns = (
-            edges(n, block, self.device) for n, block in zip(lengths, (config.block_q, config.block_k))
-        )
-        spans = (self.b, self.h, rows, columns)
+        blocks = self.block_q, self.block_k
+        spans = (self.b, self.h, *(edges(n, block, self.device) for n, block in zip(lengths, blocks)))
         counts = [len(span.first) for span in spans]
         shape = counts[2:]
         if 0 in counts:
@@ -51,14 +51,12 @@ class SegmentFunctions:
 
     def visible_tiles(self, i0: int, k0: int, k1: int) -> list[tuple[int, int]]:
         """Those tiles of keys [k0, k1) of which some query of the tile from i0 on may see some key."""
-        config = tiled_plan(self.problem)
-        row, step = self.kinds[i0 // config.block_q].tolist(), config.block_k
+        row, step = self.kinds[i0 // self.block_q].tolist(), self.block_k
         found = range(k0 // step, -(-k1 // step))
         return [(max(k0, n * step), min(k1, (n + 1) * step)) for n in found if row[n]]
 
     def is_full(self, tile: Tile) -> bool:
-        config = tiled_plan(self.problem)
-        return int(self.kinds[tile[0] // config.block_q, tile[2] // config.block_k]) == FULL
+        return int(self.kinds[tile[0] // self.block_q, tile[2] // self.block_k]) == FULL
 
     def at(self, by_head: Tensor, tile: Tile) -> FunctionTile:
         """The tile's functions, applied to its scores (batch, heads, rows, keys) in place."""

@@ -17,6 +17,7 @@ Two walks over the visible keys: the first for lse., O. and r, the second for th
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -73,8 +74,7 @@ def jvp(
 ) -> tuple[Tensor, Tensor]:
     """Tangents of out and lse. O(N) memory."""
     out_dot, lse_dot = torch.empty_like(out), torch.empty_like(lse)
-    for segment in segments(problem, inputs):
-        tiles, dots = Tiles(problem, inputs, segment), Tiles(problem, _with(inputs, tangents), segment)
+    for tiles, dots in _both(problem, inputs, tangents):
         for own, dot in zip(tiles.query_tiles(), dots.query_tiles(), strict=True):
             rows = _Rows(own, dot, own.shift(lse, residual), None)
             row_lse_dot, row_out_dot, _ = _tangent_walk(rows, out)
@@ -99,8 +99,7 @@ def double_backward(
     """
     dout_dot, dlse_dot = torch.empty_like(out), torch.empty_like(lse)
     grads = new_gradients(problem, inputs, of_all_captured=True)
-    for segment in segments(problem, inputs):
-        tiles, dots = Tiles(problem, inputs, segment), Tiles(problem, _with(inputs, tangents), segment)
+    for tiles, dots in _both(problem, inputs, tangents):
         gk, gv = tiles.new_key_sum(problem.head_dim), tiles.new_key_sum(problem.head_dim_v)
         for own, dot in zip(tiles.query_tiles(), dots.query_tiles(), strict=True):
             do = own.fold(dout)
@@ -120,9 +119,10 @@ def double_backward(
     return dout_dot, dlse_dot, in_input_dtypes(grads, inputs)
 
 
-def _with(inputs: Inputs, tangents: Gradients) -> Inputs:
-    """The tangents in the places of what they belong to, so that the same tile code cuts them."""
-    return inputs._replace(**tangents._asdict())
+def _both(problem: AttentionProblem, inputs: Inputs, tangents: Gradients) -> Iterator[tuple[Tiles, Tiles]]:
+    """Each segment, and that of the tangents in the places of what they belong to."""
+    dots = inputs._replace(**tangents._asdict())
+    return zip(segments(problem, inputs), segments(problem, dots), strict=True)
 
 
 def _tile(rows: _Rows, j0: int, j1: int) -> _Tile:

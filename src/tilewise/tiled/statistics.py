@@ -25,7 +25,6 @@ from torch import Tensor
 
 from tilewise.core.plan import Results
 from tilewise.core.problem import AttentionProblem, Gradients, Inputs
-from tilewise.core.signature import Signature
 from tilewise.core.statistics import GROUP, Aux, Measured, new_measured
 from tilewise.core.torch_private import own_dtypes
 from tilewise.tiled.tiles import (
@@ -53,18 +52,13 @@ class StatisticsPlan(NamedTuple):
             return measure(self.problem, inputs, results.lse, results.residual, self.aux)
 
 
-def plan(problem: AttentionProblem, signature: Signature) -> StatisticsPlan:
-    return StatisticsPlan(problem, signature.aux)
-
-
 def measure(
     problem: AttentionProblem, inputs: Inputs, lse: Tensor, residual: Tensor | None, aux: Aux
 ) -> Measured:
     """The statistics of a call whose lse is known. Deterministic."""
     found = new_measured(aux, problem, inputs)
     is_walked = any(t is not None for t in found._replace(rows=None))
-    for segment in segments(problem, inputs):
-        tiles = Tiles(problem, inputs, segment)
+    for tiles in segments(problem, inputs):
         if found.rows is not None:
             _measure_rows(tiles, lse, residual, aux, found.rows)
         first = aux.first_visited(tiles.visibility.seqlen_q)
@@ -223,8 +217,7 @@ def backward(
     grads: of what is differentiable; None is 0.
     """
     found = new_gradients(problem, inputs)
-    for segment in segments(problem, inputs):
-        tiles = Tiles(problem, inputs, segment)
+    for tiles in segments(problem, inputs):
         dk_sum = tiles.new_key_sum(problem.head_dim)
         first = aux.first_visited(tiles.visibility.seqlen_q) if grads.rows is None else 0
         for rows in tiles.query_tiles():

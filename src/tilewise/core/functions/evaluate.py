@@ -158,14 +158,10 @@ def add_at(total: Tensor, position: Tensor, terms: Tensor) -> None:
 
 
 def minimum_of(a: Any, b: Any) -> Tensor:
-    if isinstance(a, Tensor) and isinstance(b, Tensor):
-        return torch.minimum(a, b)
     return a.clamp(max=b) if isinstance(a, Tensor) else b.clamp(max=a)
 
 
 def maximum_of(a: Any, b: Any) -> Tensor:
-    if isinstance(a, Tensor) and isinstance(b, Tensor):
-        return torch.maximum(a, b)
     return a.clamp(min=b) if isinstance(a, Tensor) else b.clamp(min=a)
 
 

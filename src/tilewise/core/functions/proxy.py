@@ -6,7 +6,7 @@ import linecache
 import math
 import os
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from tilewise.core.functions.expression import BOOL, COMPARISONS, FLOAT, FUNCTIONS, INT, Graph
+from tilewise.core.torch_private import tree_leaves
 
 BOUNDS_HAVE_SLOPES = torch.__version__ >= "2.14"  # of a clamp, whose slope there was x's before
 _OWN = (os.path.dirname(__file__), os.path.dirname(torch.__file__))
@@ -169,7 +170,7 @@ class Proxy:
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        recorder = next(a for a in _flat((*args, *(kwargs or {}).values())) if isinstance(a, cls)).recorder
+        recorder = next(a for a in tree_leaves((args, kwargs)) if isinstance(a, cls)).recorder
         name = getattr(func, "__name__", str(func)).strip("_").removeprefix("special_")
         if name == "getitem":
             t, index = args
@@ -181,14 +182,6 @@ class Proxy:
 
 def _known() -> str:
     return f"; it has tensor[index] of captured tensors, {', '.join(sorted(METHODS))}"
-
-
-def _flat(values: Iterable[Any]) -> Iterable[Any]:
-    for value in values:
-        if isinstance(value, tuple | list):
-            yield from _flat(value)
-        else:
-            yield value
 
 
 def _unary(op: str) -> Callable[..., Proxy]:

@@ -94,12 +94,6 @@ def remember(functions: Functions, lines: dict[int, str]) -> None:
     _latest[text] = functions, lines
 
 
-def clear() -> None:
-    """Forget all traces."""
-    _known.clear()
-    _latest.clear()
-
-
 def line_of_load(functions: Functions, node: int) -> str:
     """The user's line of a load of decoded functions, by the last trace of such a function."""
     traced, lines = _latest.get(functions.plain_text, (functions, {}))
