@@ -6,6 +6,7 @@ import torch
 import tilewise
 from tilewise import reference
 from tilewise.core.dropout import keep_mask, rate
+from tilewise.faces import flash_attn_call
 from tilewise.flash_attn import (
     flash_attn_func,
     flash_attn_kvpacked_func,
@@ -150,7 +151,7 @@ def test_varlen_qkvpacked(options, expected):
 
 
 @pytest.mark.parametrize("causal", [False, True])
-def test_varlen_block_table(causal):
+def test_varlen_block_table(causal, monkeypatch):
     q, pages_k, pages_v = (
         randn(15, 4, 8, grad=True),
         randn(9, 3, 2, 8, grad=True),
@@ -170,6 +171,12 @@ def test_varlen_block_table(causal):
         q, gather(pages_k), gather(pages_v), cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, causal=causal
     )
     compare(ours, out, (q, pages_k, pages_v), lse)
+    arguments = (q, pages_k, pages_v, cu_q, cu_k, 9, 8)
+    with torch.no_grad(), monkeypatch.context() as patch:  # nothing is copied then
+        patch.setattr(flash_attn_call, "gather_pages", None)
+        read = flash_attn_varlen_func(*arguments, causal=causal, return_attn_probs=True, block_table=table)
+    torch.testing.assert_close(read[0], ours[0])
+    torch.testing.assert_close(read[1], ours[1])
 
     for bad, message in [(9, "block_table[0]=[4, 9, 7]"), (-1, "block_table[0]=[4, -1, 7]")]:
         wrong = table.clone()

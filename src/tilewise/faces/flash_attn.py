@@ -23,7 +23,7 @@ All functions raise ValueError or TypeError naming an argument that does not fit
 
 from __future__ import annotations
 
-from typing import Never
+from typing import Any, Never
 
 import torch
 from torch import Tensor
@@ -35,7 +35,6 @@ from tilewise.core.problem import Inputs, Options, describe
 from tilewise.faces import flash_attn_call
 from tilewise.faces.kv_cache_arguments import KVCacheCall
 from tilewise.faces.kv_cache_call import attention_with_kv_cache
-from tilewise.faces.tokens import counts_of, gather_pages
 from tilewise.reference.formula import Part, forward, unpack
 
 __all__ = [
@@ -255,8 +254,8 @@ def flash_attn_varlen_func(
         k, v: (total_k, KV heads, head_dim); with block_table, pages (pages, page_size, KV heads, head_dim).
         cu_seqlens_q, cu_seqlens_k: (batch + 1,) int32 or int64: each sequence's first row, and the total.
         max_seqlen_q, max_seqlen_k: the longest sequence.
-        block_table: (batch, pages a sequence) int32 or int64: each sequence's pages in k and v. The rows in
-            use are copied together.
+        block_table: (batch, pages a sequence) int32 or int64: each sequence's pages in k and v. They are read
+            where they lie; for a gradient or dropout the rows in use are copied together.
 
     The other arguments, returns and errors are those of the module.
 
@@ -268,16 +267,18 @@ def flash_attn_varlen_func(
         (torch.Size([5, 2, 8]), torch.Size([2, 5]))
     """
     check_known(flash_attn_varlen_func, unknown)
-    if block_table is not None:
-        total = int(cu_seqlens_k[-1]) if isinstance(cu_seqlens_k, Tensor) and cu_seqlens_k.numel() else 0
-        k, v = gather_pages(k, v, block_table, counts_of("cu_seqlens_k", cu_seqlens_k, total))
     options = flash_attn_call.options(
         softmax_scale, causal, window_size, softcap, dropout_p=dropout_p, deterministic=deterministic,
         max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k,
     )  # fmt: skip
-    inputs = flash_attn_call.varlen_inputs(
-        q, k, v, cu_seqlens_q, cu_seqlens_k, alibi_slopes=alibi_slopes, dropout_p=dropout_p
-    )
+    packed = (q, k, v, cu_seqlens_q, cu_seqlens_k)
+    given: dict[str, Any] = {"alibi_slopes": alibi_slopes, "dropout_p": dropout_p}
+    if block_table is None:
+        inputs = flash_attn_call.varlen_inputs(*packed, **given)
+    else:
+        inputs = flash_attn_call.paged_inputs(*packed, block_table, **given)
+        if inputs.page_table is not None:
+            options = options._replace(max_seqlen_k=None)
     return _attend(inputs, options, return_attn_probs)
 
 

@@ -13,7 +13,14 @@ from tilewise.core.checks import check_flag, check_number, check_tensors, shown,
 from tilewise.core.problem import Inputs, Options
 from tilewise.faces import chunks
 from tilewise.faces.fp8 import Descale, as_bfloat16
-from tilewise.faces.tokens import counts_of, tokens_of
+from tilewise.faces.tokens import (
+    check_counts,
+    check_integer_tensors,
+    check_table,
+    counts_of,
+    gather_pages,
+    tokens_of,
+)
 from tilewise.varlen import read_length
 
 
@@ -94,6 +101,38 @@ def varlen_inputs(
     check_tensors(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
     inputs = canonical_inputs(q, k, v, **others)
     return inputs._replace(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
+
+
+def paged_inputs(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    block_table: Tensor,
+    **others: Any,
+) -> Inputs:
+    """Packed queries, and keys in pages: where they lie, or, for a gradient or dropout, copied together.
+
+    Raises:
+        ValueError, TypeError: offsets, table and pages do not fit. On a GPU kernels look at their numbers,
+            as of a cache, if nothing is copied.
+    """
+    check_tensors(q=q, k=k, v=v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
+    check_integer_tensors(cu_seqlens_k=cu_seqlens_k)
+    check_table(k, v, block_table, len(cu_seqlens_k) - 1)
+    has_gradient = torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v))
+    stay = not (has_gradient or others.get("dropout_p"))
+    if cu_seqlens_k.is_cpu or not stay:
+        total = int(cu_seqlens_k[-1]) if cu_seqlens_k.numel() else 0
+        counts = counts_of("cu_seqlens_k", cu_seqlens_k, total)
+        check_counts(k, block_table, counts)
+    if not stay:
+        k, v = gather_pages(k, v, block_table, counts)
+        return varlen_inputs(q, k, v, cu_seqlens_q, cu_seqlens_k, **others)
+    lengths = cu_seqlens_k.diff().to(torch.int32)
+    inputs = canonical_inputs(q, k, v, **others)
+    return inputs._replace(cu_seqlens_q=cu_seqlens_q, seqlens_k=lengths, page_table=block_table)
 
 
 def with_qv(q: Tensor, qv: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

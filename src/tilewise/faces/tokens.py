@@ -19,22 +19,26 @@ def tokens_of(counts: list[int], device: torch.device) -> tuple[Tensor, Tensor, 
     return sequence, torch.arange(len(sequence), device=device) - cu_seqlens[sequence], cu_seqlens
 
 
-def gather_pages(cache_k: Tensor, cache_v: Tensor, table: Tensor, counts: list[int]) -> tuple[Tensor, Tensor]:
-    """The first `counts[b]` tokens of every sequence, packed. Differentiable.
-
-    Raises:
-        ValueError, TypeError: the table or the caches do not fit.
-    """
+def check_table(cache_k: Tensor, cache_v: Tensor, table: Tensor, batch: int) -> None:
+    """Raise ValueError or TypeError unless pages and a table of so many sequences fit."""
     check_integer_tensors(block_table=table)
-    if table.ndim != 2 or len(table) != len(counts) or cache_k.ndim != 4 or cache_v.ndim != 4:
+    if table.ndim != 2 or len(table) != batch or cache_k.ndim != 4 or cache_v.ndim != 4:
         raise ValueError(
-            f"block_table.shape={tuple(table.shape)} must be (batch={len(counts)}, pages a sequence), and "
+            f"block_table.shape={tuple(table.shape)} must be (batch={batch}, pages a sequence), and "
             f"k.shape={tuple(cache_k.shape)}, v.shape={tuple(cache_v.shape)} (pages, page_size, heads, dim)"
         )
+
+
+def check_counts(cache_k: Tensor, table: Tensor, counts: list[int]) -> None:
+    """Raise ValueError unless the table has pages for so many tokens of each sequence."""
     capacity = table.shape[1] * cache_k.shape[1]
     if max(counts, default=0) > capacity:
         raise ValueError(f"block_table.shape={tuple(table.shape)} holds {capacity} tokens, not {max(counts)}")
     check_pages("block_table", table, counts, cache_k)
+
+
+def gather_pages(cache_k: Tensor, cache_v: Tensor, table: Tensor, counts: list[int]) -> tuple[Tensor, Tensor]:
+    """The first `counts[b]` tokens of every sequence, packed. Differentiable."""
     sequence, offset, _ = tokens_of(counts, table.device)
     place = table[sequence, offset // cache_k.shape[1]].long(), offset % cache_k.shape[1]
     return cache_k[place], cache_v[place]
