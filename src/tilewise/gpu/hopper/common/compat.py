@@ -94,6 +94,15 @@ else:
         _semantic.builder.create_async_tma_reduce(kind, desc.handle, coord, smem.handle)
 
 
+@_builtin
+def specialize(consumer, producer, cfg, _semantic=None, _generator=None):
+    """Run (role, arguments) of a producer, and of a consumer for each warpgroup, whose number comes first."""
+    (role, arguments), cfg = consumer, cfg.value
+    consumers = [(role, (gl.constexpr(w), *arguments)) for w in range(cfg.WARPGROUPS)]
+    compiler = {"_semantic": _semantic, "_generator": _generator}
+    gl.warp_specialize([*consumers, producer], cfg.WARPS, cfg.REGISTERS, **compiler)
+
+
 @gluon.constexpr_function
 def _with_result(instructions):
     return instructions + " mov.b32 $0, 0;"
@@ -240,6 +249,7 @@ __all__ = [
     "named_barrier_sync",
     "pingpong_arrive",
     "pingpong_wait",
+    "specialize",
     "start_next_kernel",
     "store_tile",
     "sync_warpgroups",
