@@ -139,7 +139,6 @@ def forward_config(problem: AttentionProblem) -> FP8Config:
         STAGES=stages,
         Q_SLOTS=q_slots,
         CONSUMER_REGISTERS=registers,
-        PRODUCER_REGISTERS=24,
         HEAD_DIM=head_dim,
         BLOCK_DV=block_dv,
         HAS_SINKS=problem.has_sinks,
