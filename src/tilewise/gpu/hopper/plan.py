@@ -239,6 +239,15 @@ def _again_decode(
     return again
 
 
+def _few_queries(serve: Callable[[AttentionProblem], bool], kernels: decode_launch.Kernels) -> Kernels:
+    """Kernels of split-KV."""
+
+    def first(problem: AttentionProblem, inputs: Inputs, order: str, residual: bool) -> tuple[Tensor, ...]:
+        return decode_launch.forward(kernels, problem, inputs, kernels.config(problem), residual)
+
+    return Kernels(serve, first, functools.partial(_again_decode, kernels), _given_cached)
+
+
 FORWARD = (  # the first that serve a problem
     Kernels(
         lambda problem: problem.is_8_bit,
@@ -246,18 +255,8 @@ FORWARD = (  # the first that serve a problem
         _never_again,
         given_to_forward,
     ),
-    Kernels(
-        mla_launch.is_latent,
-        lambda problem, inputs, order, residual: mla_launch.forward(problem, inputs, residual=residual),
-        functools.partial(_again_decode, mla_launch.KERNELS),
-        _given_cached,
-    ),
-    Kernels(
-        decode_launch.is_faster,
-        lambda problem, inputs, order, residual: decode_launch.forward(problem, inputs, residual=residual),
-        functools.partial(_again_decode, decode_launch.KERNELS),
-        _given_cached,
-    ),
+    _few_queries(mla_launch.is_latent, mla_launch.KERNELS),
+    _few_queries(decode_launch.is_faster, decode_launch.KERNELS),
     Kernels(
         lambda problem: True,
         lambda problem, inputs, order, residual: forward_launch.forward(
