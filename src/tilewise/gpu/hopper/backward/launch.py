@@ -149,15 +149,11 @@ def stats_shape(problem: AttentionProblem, cfg: Config, rows: int) -> tuple[int,
     return tiles, cfg.STATS * cfg.BLOCK_M
 
 
-def shifts_shape(stats: tuple[int, int]) -> tuple[int]:
-    """Of each row what scores lose where lse is large."""
-    return (stats[0] * stats[1] // 2,)
-
-
 def scratch_shapes(
     problem: AttentionProblem, cfg: BackwardConfig, division: Division, rows: int
 ) -> list[tuple[int, ...]]:
-    """Memory of one call. Float32: `stats_shape`, `shifts_shape`; dQ, dK and dV of splits as registers lie.
+    """Memory of one call. Float32: `stats_shape`, what scores of each row lose where lse is large; dQ, dK and
+    dV of splits as registers lie.
 
     Then int32: the semaphore of each query tile's dQ; of each (batch, key head), tiles of keys whose dQ is
     there; how many programs have reduced shared tiles.
@@ -168,7 +164,7 @@ def scratch_shapes(
     has_own = division.splits and not late_tiles(problem, cfg, division)
     return [
         stats,
-        shifts_shape(stats),
+        (stats[0] * stats[1] // 2,),
         dq,
         *([(division.splits, 2 * cfg.BLOCK_N * cfg.BLOCK_D)] if has_own else []),
         semaphores,

@@ -108,7 +108,7 @@ def thread_sums(W: gl.constexpr, s, use, tile, key, own, work, rings, sizes, fac
 
 
 @gluon.jit
-def store_blocks(block_ptr, sums, tile, key, bh, work, sizes, cfg: gl.constexpr):
+def store_blocks(block_ptr, sums, tile, key, bh, work, sizes):
     """Store the sums of 16 keys, one for each warp, and a tile of queries; `launch._sums` adds up."""
     by_warp = gl.sum(gl.sum(sums.reshape([4, 16, 4]), 2), 1)
     keys = key // 16 + gl.arange(0, 4, by_warp.type.layout)
@@ -144,7 +144,7 @@ def sum_role(
             sums = thread_sums(W, s, use, tile, key, own, work, rings, sizes, factors, cfg)
             total += sums
             if block_ptr is not None:
-                store_blocks(block_ptr, sums, tile, key, bh, work, sizes, cfg)
+                store_blocks(block_ptr, sums, tile, key, bh, work, sizes)
             use += 1
         rings.k.release(k_use)
         use = skip(rings.q, use, tiles.end - own.end)
