@@ -88,6 +88,7 @@ def wide_config(problem: AttentionProblem) -> WideBackwardConfig:
         D_CHUNKS=chunks,
         D_CHUNK=width,
         BLOCK_DV=block_dv,
+        CONSUMER_REGISTERS=240,
         STAGES=stages[0],
         K_STAGES=stages[1],
         V_STAGES=stages[2],
