@@ -132,13 +132,13 @@ def compile_case(name: str) -> list[dict[str, Any]]:
     inputs_given = inputs
     inputs = as_bias(problem, inputs, host.transposed_pairs_of_distances)[1]
     problem = as_served(problem)
-    given = (problem, inputs, out, lse, out, lse)
+    known = Results(out, lse, lse)
 
     def run() -> None:
         if "dbias" in name or "gradient" in name:
-            plans.differentiate(inputs_given, Results(out, lse, lse), out, lse, asked, "hopper", True)
+            plans.differentiate(inputs_given, known, out, lse, asked, "hopper", True)
         else:
-            plan.backward(*given, residual=lse)
+            plan.backward(problem, inputs, known, out, lse)
 
     return compiled_rows(name, run, 90, 4 if "whole" in name else 132)
 

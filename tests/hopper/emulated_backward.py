@@ -17,6 +17,7 @@ emulator.install()
 
 from tilewise import reference
 from tilewise.core.dropout import with_origin
+from tilewise.core.plan import Results
 from tilewise.core.problem import Inputs, Options
 from tilewise.gpu.hopper import plan
 from tilewise.gpu.hopper.backward import launch as backward_launch, slim as backward_slim
@@ -232,11 +233,12 @@ def check(name: str) -> float:
     out, lse = reference.attention(q, k, v, **plain)
     high = lse.float()
     residual = torch.where(high.isfinite(), lse - high.double(), 0).float() if large else None
-    given = (problem, inputs, out.bfloat16(), high, dout, None)
+    known = Results(out.bfloat16(), high, residual)
     exact = reference.attention_backward(dout, q, k, v, **plain)
-    error = largest_error(plan.backward(*given, residual=residual), exact, large)
+    error = largest_error(plan.backward(problem, inputs, known, dout, None), exact, large)
     if large:
-        assert largest_error(plan.backward(*given), exact, large) > 5e-2, name
+        known = known._replace(residual=None)
+        assert largest_error(plan.backward(problem, inputs, known, dout, None), exact, large) > 5e-2, name
     return error
 
 

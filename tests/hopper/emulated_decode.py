@@ -135,7 +135,8 @@ def check(name: str) -> float:
     problem = describe(inputs := Inputs(q, *stored, **extras, **own), Options(**options))
     kernels = decode_mla_launch if is_latent else decode_launch
     assert kernels.supports(problem) is None
-    out, lse, residual = kernels.forward(problem, inputs, residual=True)
+    cfg = kernels.KERNELS.config(problem)
+    out, lse, residual = decode_launch.forward(kernels.KERNELS, problem, inputs, cfg, residual=True)
     finite = lse.isfinite()
     assert (residual[finite].abs() <= lse[finite].abs() * 2.0**-23).all() and residual[finite].any(), name
     check_reported(bool(wrong))

@@ -510,6 +510,11 @@ def _specialize(roles: Sequence[tuple[Any, ...]], *_: Any) -> None:
     assert not arrived or _failures, "an arrival at a named barrier that nobody waited for"
 
 
+def _specialize_warpgroups(consumer: tuple[Any, Any], producer: tuple[Any, Any], cfg: Any) -> None:
+    role, arguments = consumer
+    _specialize([*((role, (w, *arguments)) for w in range(cfg.WARPGROUPS)), producer])
+
+
 def run_grid(kernel: Any, num_programs: int, *args: Any, is_alone: bool = False) -> None:
     """Run a kernel's programs at the same time, or one after another, which is faster for many small ones."""
     _failures.clear()
@@ -761,7 +766,8 @@ def install() -> None:
     compat = types.ModuleType("tilewise.gpu.hopper.common.compat")
     compat.__dict__.update(
         gl=gl, gluon=types.SimpleNamespace(jit=_jit, constexpr_function=_jit), aggregate=dataclass,
-        HOLDS_NEXT_S=True, TensorDescriptor=Descriptor, as_blocks=_as_blocks, as_block=_as_block,
+        HOLDS_NEXT_S=True, specialize=_specialize_warpgroups,
+        TensorDescriptor=Descriptor, as_blocks=_as_blocks, as_block=_as_block,
         as_boxes=lambda smem, count, desc: Boxes(smem, desc),
         as_boxes_by_rows=lambda smem, count, desc: Boxes(smem, desc, is_by_rows=True),
         as_pages=lambda smem, count, desc: Pages(smem, desc),

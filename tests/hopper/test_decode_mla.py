@@ -11,6 +11,7 @@ from torch import Tensor
 from tilewise import KVCache, PagedKVCache, attention_with_cache, reference
 from tilewise.core.problem import Inputs, Options, describe
 from tilewise.dispatch import choice as dispatch
+from tilewise.gpu.hopper import plan
 from tilewise.gpu.hopper.decode import mla_launch as decode_mla_launch
 from tilewise.testing import compare
 
@@ -48,7 +49,7 @@ def check(inputs: Inputs, k: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
     left, right = options.pop("window", (None, None))
     problem = describe(inputs, Options(window_left=left, window_right=right, **options))
     assert decode_mla_launch.supports(problem) is None
-    out, lse = decode_mla_launch.forward(problem, inputs)
+    out, lse = plan.forward(problem, inputs)
     assert inputs.seqlens_k is not None
     for b, length in enumerate(inputs.seqlens_k.tolist()):
         own = inputs.query[b : b + 1], k[b : b + 1, :length], k[b : b + 1, :length, :, :DIM_V]
@@ -106,7 +107,7 @@ def test_the_same_bits_every_time():
     first = check(inputs, k, causal=True)
     problem = describe(inputs, Options(causal=True))
     for _ in range(20):
-        for a, b in zip(first, decode_mla_launch.forward(problem, inputs), strict=True):
+        for a, b in zip(first, plan.forward(problem, inputs), strict=True):
             assert torch.equal(a, b)
 
 

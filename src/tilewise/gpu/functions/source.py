@@ -72,11 +72,11 @@ class Helpers(NamedTuple):
     add_captured: of the `wanted` tensors.
     """
 
-    mask: Any
-    score: Any
-    has_slope: bool
-    is_guarded: bool
-    add_captured: Any
+    mask: Any = None
+    score: Any = None
+    has_slope: bool = False
+    is_guarded: bool = False
+    add_captured: Any = None
 
 
 @functools.lru_cache(maxsize=512)

@@ -51,12 +51,12 @@ def plan(problem: AttentionProblem, signature: Signature) -> Plan:
     if signature.request.statistics and watches(problem):
         return FunctionPlan(problem, functools.partial(_watched, signature.request))
     if given.functions is not None:
-        forward = functools.partial(_of_functions, given, _forward, host.pairs_of_distances)
-        backward = functools.partial(_of_functions, given, _backward, host.transposed_pairs_of_distances)
-        return function_plan(problem, signature.request, forward, backward)
+        calls = (_forward, host.pairs_of_distances), (backward, host.transposed_pairs_of_distances)
+        both = (functools.partial(_of_functions, given, *call) for call in calls)
+        return function_plan(problem, signature.request, *both)
     if signature.direction == "backward":
         again = functools.partial(_again_backward, problem)
-        return GpuPlan(problem, signature, _backward, again, given_to_backward(signature))
+        return GpuPlan(problem, signature, backward, again, given_to_backward(signature))
     residual, order = signature.request.residual, signature.request.order
     kernels = forward_kernels(problem)
     first = functools.partial(_forward, order=order, residual=residual)
@@ -135,17 +135,11 @@ def forward(
 
 
 def backward(
-    problem: AttentionProblem,
-    inputs: Inputs,
-    out: Tensor,
-    lse: Tensor,
-    dout: Tensor,
-    dlse: Tensor | None,
-    residual: Tensor | None = None,
+    problem: AttentionProblem, inputs: Inputs, known: Results, dout: Tensor, dlse: Tensor | None
 ) -> Gradients:
     """Gradients by recomputation from lse + residual, each contiguous and in the dtype of its input."""
     launch = wide_launch if _is_wide(problem) else backward_launch
-    return launch.backward(problem, inputs, out, lse, dout, dlse, residual)
+    return launch.backward(problem, inputs, known, dout, dlse)
 
 
 def _is_wide(problem: AttentionProblem) -> bool:
@@ -245,6 +239,15 @@ def _again_decode(
     return again
 
 
+def _few_queries(serve: Callable[[AttentionProblem], bool], kernels: decode_launch.Kernels) -> Kernels:
+    """Kernels of split-KV."""
+
+    def first(problem: AttentionProblem, inputs: Inputs, order: str, residual: bool) -> tuple[Tensor, ...]:
+        return decode_launch.forward(kernels, problem, inputs, kernels.config(problem), residual)
+
+    return Kernels(serve, first, functools.partial(_again_decode, kernels), _given_cached)
+
+
 FORWARD = (  # the first that serve a problem
     Kernels(
         lambda problem: problem.is_8_bit,
@@ -252,18 +255,8 @@ FORWARD = (  # the first that serve a problem
         _never_again,
         given_to_forward,
     ),
-    Kernels(
-        mla_launch.is_latent,
-        lambda problem, inputs, order, residual: mla_launch.forward(problem, inputs, residual=residual),
-        functools.partial(_again_decode, mla_launch.KERNELS),
-        _given_cached,
-    ),
-    Kernels(
-        decode_launch.is_faster,
-        lambda problem, inputs, order, residual: decode_launch.forward(problem, inputs, residual=residual),
-        functools.partial(_again_decode, decode_launch.KERNELS),
-        _given_cached,
-    ),
+    _few_queries(mla_launch.is_latent, mla_launch.KERNELS),
+    _few_queries(decode_launch.is_faster, decode_launch.KERNELS),
     Kernels(
         lambda problem: True,
         lambda problem, inputs, order, residual: forward_launch.forward(
@@ -276,13 +269,6 @@ FORWARD = (  # the first that serve a problem
 
 
 # ---- the backward
-
-
-def _backward(
-    problem: AttentionProblem, inputs: Inputs, results: Results, dout: Tensor, dlse: Tensor | None
-) -> Gradients:
-    assert results.out is not None and results.lse is not None
-    return backward(problem, inputs, results.out, results.lse, dout, dlse, results.residual)
 
 
 def _again_backward(problem: AttentionProblem, given: Given) -> Again | None:

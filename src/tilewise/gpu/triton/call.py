@@ -269,7 +269,7 @@ class Call:
         # waited for, and in float32 the sum's rounding would show ALiBi's size.
         is_exact = p.dtype.itemsize == 2 or not p.has_alibi
         is_folded = p.scale > SMALLEST_SCALE and p.softcap == 0 and p.bias_shape is None and is_exact
-        made = Helpers(None, None, False, False, None) if self.functions is None else helpers(self.functions)
+        made = Helpers() if self.functions is None else helpers(self.functions)
         return KernelConfig(
             BLOCK_M=tile.block_m,
             BLOCK_N=tile.block_n,

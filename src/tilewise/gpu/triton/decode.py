@@ -32,14 +32,7 @@ from tilewise.gpu.triton.primitives import (
     sink_maximum,
     wait_for_kernel_before,
 )
-from tilewise.gpu.triton.tiles import (
-    cached_rows,
-    dot_rows,
-    is_page,
-    length_poison,
-    load_rows,
-    page_poison,
-)
+from tilewise.gpu.triton.tiles import cached_rows, dot_rows, is_page, length_poison, load_rows, page_poison
 
 # ---- the schedule: which tiles a worker takes
 

@@ -19,13 +19,7 @@ from tilewise.core.signature import new_out
 from tilewise.gpu.functions import distances
 from tilewise.gpu.functions.distances import as_bias
 from tilewise.gpu.functions.source import wanted_tensors
-from tilewise.gpu.launch.launch_plan import (
-    Launch,
-    Step,
-    Tensors,
-    run,
-    run_steps,
-)
+from tilewise.gpu.launch.launch_plan import Launch, Step, Tensors, run, run_steps
 from tilewise.gpu.triton import launch_decode
 from tilewise.gpu.triton.arguments import STAT_ROWS, ScoreTensor
 from tilewise.gpu.triton.bias.launch import shared_dbias, unshared_dbias

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
-from tilewise.gpu.hopper.common.arguments import KernelConfig
+from tilewise.gpu.hopper.common.arguments import KernelConfig, StreamConfig
 
 MOST_SOFTCAP = 1000.0  # that keeps lse so small that 16-bit weights need no shift
 LARGE_LSE = 44.0  # 64 in units of log2; up to here a float has it to 2^-18
@@ -97,8 +97,11 @@ class ScoreFactors(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class WideBackwardConfig(KernelConfig):
-    """Compile-time choices of the kernels for head sizes over 128. No tile of keys waits for others."""
+class WideBackwardConfig(StreamConfig):
+    """Compile-time choices of the kernels for head sizes over 128. No tile of keys waits for others.
+
+    STAGES: tiles of Q and of dO in flight in the keys kernel.
+    """
 
     WARPGROUPS: int = 2
     BLOCK_M: int  # queries of a tile of the keys kernel, and of the row statistics
@@ -106,14 +109,11 @@ class WideBackwardConfig(KernelConfig):
     D_CHUNKS: int  # head_dim of QK in chunks; TMA fills the last one up with zeros
     D_CHUNK: int  # 64 columns or a larger power of two: 192 is three chunks of 64
     BLOCK_DV: int  # head size of V, padded by TMA to a power of two
-    STAGES: int  # tiles of Q and of dO in flight in the keys kernel
-    K_STAGES: int  # in the queries kernel
+    K_STAGES: int  # those of K and V in the queries kernel
     V_STAGES: int
     HAS_LARGE_LSE: bool = True
     DESCENDING: ClassVar[bool] = False  # whether the last keys of a sequence are worked on first
     STATS: ClassVar[int] = 4  # rows of `rows.attn_bwd_prepare_kernel`: with the shift, and one not in use
-    MMA_REGISTERS: ClassVar[int] = 240
-    LOAD_REGISTERS: ClassVar[int] = 24
 
     @property
     def IS_SLIM(self) -> bool:

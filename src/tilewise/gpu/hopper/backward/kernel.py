@@ -37,13 +37,7 @@ from tilewise.gpu.hopper.backward.loads import (
     to_next_keys,
     to_next_queries,
 )
-from tilewise.gpu.hopper.backward.ranges import (
-    Step,
-    mirrored,
-    next_queries,
-    query_tiles,
-    staggered,
-)
+from tilewise.gpu.hopper.backward.ranges import Step, mirrored, next_queries, query_tiles, staggered
 from tilewise.gpu.hopper.backward.scores import (
     in_16_bits,
     opaque_zero,

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from tilewise.core.dropout import rate
+from tilewise.core.plan import Results
 from tilewise.core.problem import AttentionProblem, Gradients, Inputs
 from tilewise.gpu.hopper.backward.arguments import (
     DQ_TILE,
@@ -33,18 +34,12 @@ Config = BackwardConfig | WideBackwardConfig
 
 
 def backward(
-    problem: AttentionProblem,
-    inputs: Inputs,
-    out: Tensor,
-    lse: Tensor,
-    dout: Tensor,
-    dlse: Tensor | None,
-    residual: Tensor | None = None,
+    problem: AttentionProblem, inputs: Inputs, known: Results, dout: Tensor, dlse: Tensor | None
 ) -> Gradients:
     """Gradients by recomputation from lse + residual, each contiguous and in the dtype of its input."""
     cfg = backward_config(problem)
     division = divide(problem, cfg, host.num_sms(inputs.query.device.index))
-    given, optional = ready_tensors(inputs, out, lse, residual, dout, dlse)
+    given, optional = ready_tensors(inputs, known, dout, dlse)
     query = given[0]
     assert query is not None
     dq, dk, dv = (t.new_empty(t.shape) for t in inputs[:3])
@@ -65,13 +60,14 @@ def backward(
 
 
 def ready_tensors(
-    inputs: Inputs, out: Tensor, lse: Tensor, residual: Tensor | None, dout: Tensor, dlse: Tensor | None
+    inputs: Inputs, known: Results, dout: Tensor, dlse: Tensor | None
 ) -> tuple[Tensors, Tensors]:
     """(query, key, value, out, lse, residual, dout), (dlse, offsets of queries and of keys) for kernels."""
-    query, key, value, out, dout = (host.tma_ready(t) for t in (*inputs[:3], out, dout))
-    small = (lse, residual, dlse, inputs.cu_seqlens_q, inputs.cu_seqlens_k)
-    rows, rest, *optional = (None if t is None else t.contiguous() for t in small)
-    return (query, key, value, out, rows, rest, dout), tuple(optional)
+    assert known.out is not None
+    query, key, value, out, dout = (host.tma_ready(t) for t in (*inputs[:3], known.out, dout))
+    small = (*known[1:], dlse, inputs.cu_seqlens_q, inputs.cu_seqlens_k)
+    lse, residual, *optional = (None if t is None else t.contiguous() for t in small)
+    return (query, key, value, out, lse, residual, dout), tuple(optional)
 
 
 def map_of(problem: AttentionProblem, inputs: Inputs, cfg: BackwardConfig) -> TransposedMap:
@@ -153,15 +149,11 @@ def stats_shape(problem: AttentionProblem, cfg: Config, rows: int) -> tuple[int,
     return tiles, cfg.STATS * cfg.BLOCK_M
 
 
-def shifts_shape(stats: tuple[int, int]) -> tuple[int]:
-    """Of each row what scores lose where lse is large."""
-    return (stats[0] * stats[1] // 2,)
-
-
 def scratch_shapes(
     problem: AttentionProblem, cfg: BackwardConfig, division: Division, rows: int
 ) -> list[tuple[int, ...]]:
-    """Memory of one call. Float32: `stats_shape`, `shifts_shape`; dQ, dK and dV of splits as registers lie.
+    """Memory of one call. Float32: `stats_shape`, what scores of each row lose where lse is large; dQ, dK and
+    dV of splits as registers lie.
 
     Then int32: the semaphore of each query tile's dQ; of each (batch, key head), tiles of keys whose dQ is
     there; how many programs have reduced shared tiles.
@@ -172,7 +164,7 @@ def scratch_shapes(
     has_own = division.splits and not late_tiles(problem, cfg, division)
     return [
         stats,
-        shifts_shape(stats),
+        (stats[0] * stats[1] // 2,),
         dq,
         *([(division.splits, 2 * cfg.BLOCK_N * cfg.BLOCK_D)] if has_own else []),
         semaphores,

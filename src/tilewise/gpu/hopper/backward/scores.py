@@ -86,7 +86,7 @@ def weights(
                 x = hide_by_bits(x, at.words)
     p = exp2(x)
     if cfg.HAS_DROPOUT:
-        p = marked(p, at.kept, True)
+        p = marked(p, at.kept)
     return p, derivative
 
 

@@ -28,6 +28,7 @@ from tilewise.gpu.hopper.common.compat import (
     load_tile,
     pingpong_arrive,
     pingpong_wait,
+    specialize,
     start_next_kernel,
     store_tile,
     wait_for_previous_kernel,
@@ -225,12 +226,8 @@ def attn_bwd_slim_keys_kernel(
         make_tiles(do_desc, cfg.STAGES),
         make_tiles(stats_desc, cfg.STAGES),
     )
-    gl.warp_specialize(
-        [
-            (keys_role, (0, dk_desc, dv_desc, ch, sizes, factors, cfg)),
-            (keys_role, (1, dk_desc, dv_desc, ch, sizes, factors, cfg)),
-            (load_role, (q_desc, k_desc, v_desc, do_desc, stats_desc, counter, ch, sizes, packing, cfg)),
-        ],
-        [4, 1],
-        [cfg.MMA_REGISTERS, cfg.LOAD_REGISTERS],
+    specialize(
+        (keys_role, (dk_desc, dv_desc, ch, sizes, factors, cfg)),
+        (load_role, (q_desc, k_desc, v_desc, do_desc, stats_desc, counter, ch, sizes, packing, cfg)),
+        cfg,
     )

@@ -265,6 +265,6 @@ def attn_bwd_wide_keys_kernel(
             (gradient_role, (dk_desc, ch, sizes, factors, cfg)),
             (load_role, (q_desc, k_desc, v_desc, do_desc, stats_desc, counter, ch, sizes, packing, cfg)),
         ],
-        [4, 1],
-        [cfg.MMA_REGISTERS, cfg.LOAD_REGISTERS],
+        cfg.WARPS,
+        cfg.REGISTERS,
     )

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from tilewise.core.plan import Results
 from tilewise.core.problem import AttentionProblem, Gradients, Inputs
 from tilewise.gpu.hopper.backward.arguments import WideBackwardConfig
 from tilewise.gpu.hopper.backward.launch import (
@@ -27,17 +28,11 @@ QUERIES = 128  # of a tile of the queries kernel: 64 for each of two warpgroups
 
 
 def backward(
-    problem: AttentionProblem,
-    inputs: Inputs,
-    out: Tensor,
-    lse: Tensor,
-    dout: Tensor,
-    dlse: Tensor | None,
-    residual: Tensor | None = None,
+    problem: AttentionProblem, inputs: Inputs, known: Results, dout: Tensor, dlse: Tensor | None
 ) -> Gradients:
     """Gradients by recomputation from lse + residual; the same bits every time. Scratch: 4 floats a row."""
     cfg = wide_config(problem)
-    given, optional = ready_tensors(inputs, out, lse, residual, dout, dlse)
+    given, optional = ready_tensors(inputs, known, dout, dlse)
     query = inputs.query
     dq, dk, dv = (t.new_empty(t.shape) for t in inputs[:3])
     stats = query.new_empty(stats_shape(problem, cfg, query.shape[-3]), dtype=torch.float32)
@@ -93,6 +88,7 @@ def wide_config(problem: AttentionProblem) -> WideBackwardConfig:
         D_CHUNKS=chunks,
         D_CHUNK=width,
         BLOCK_DV=block_dv,
+        CONSUMER_REGISTERS=240,
         STAGES=stages[0],
         K_STAGES=stages[1],
         V_STAGES=stages[2],

@@ -19,6 +19,7 @@ from tilewise.gpu.hopper.common.compat import (
     gluon,
     pingpong_arrive,
     pingpong_wait,
+    specialize,
     wait_for_previous_kernel,
     wait_for_stores,
     warpgroup_mma_wait,
@@ -228,12 +229,8 @@ def attn_bwd_wide_queries_kernel(
         make_tile_ring(k_desc, cfg.K_STAGES, cfg.D_CHUNKS, 2),
         make_tile_ring(v_desc, cfg.V_STAGES, 1, 2),
     )
-    gl.warp_specialize(
-        [
-            (query_role, (0, dq_desc, stats, ch, sizes, factors, cfg)),
-            (query_role, (1, dq_desc, stats, ch, sizes, factors, cfg)),
-            (load_role, (q_desc, k_desc, v_desc, do_desc, counter, ch, sizes, packing, cfg)),
-        ],
-        [4, 1],
-        [cfg.MMA_REGISTERS, cfg.LOAD_REGISTERS],
+    specialize(
+        (query_role, (dq_desc, stats, ch, sizes, factors, cfg)),
+        (load_role, (q_desc, k_desc, v_desc, do_desc, counter, ch, sizes, packing, cfg)),
+        cfg,
     )

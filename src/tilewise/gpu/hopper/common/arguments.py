@@ -56,19 +56,12 @@ class KernelConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class QueriesConfig(KernelConfig):
-    """What the forward kernels share: a work tile of queries, and keys that stream by."""
+class StreamConfig(KernelConfig):
+    """What kernels share of which each warpgroup keeps a tile, while tiles for all stream by."""
 
-    STAGES: int  # K/V tiles in flight
-    Q_SLOTS: int  # query tiles of a warpgroup in shared memory: more than WARPGROUPS load the next ones early
+    STAGES: int  # tiles in flight of those that stream by
     CONSUMER_REGISTERS: int
-    PRODUCER_REGISTERS: int
-    BLOCK_DV: int  # head size of V, filled up to a power of two
-
-    @property
-    def BLOCK_M(self) -> int:
-        """Query rows of a work tile: those of all warpgroups."""
-        return self.WARPGROUPS * WARPGROUP_ROWS
+    PRODUCER_REGISTERS: int = 24
 
     @property
     def WARPS(self) -> list[int]:
@@ -79,6 +72,19 @@ class QueriesConfig(KernelConfig):
     def REGISTERS(self) -> list[int]:
         """Of theirs; the first has the rest."""
         return [self.CONSUMER_REGISTERS] * (self.WARPGROUPS - 1) + [self.PRODUCER_REGISTERS]
+
+
+@dataclass(frozen=True, kw_only=True)
+class QueriesConfig(StreamConfig):
+    """What the forward kernels share: queries stay, and keys stream by."""
+
+    Q_SLOTS: int  # query tiles of a warpgroup in shared memory: more than WARPGROUPS load the next ones early
+    BLOCK_DV: int  # head size of V, filled up to a power of two
+
+    @property
+    def BLOCK_M(self) -> int:
+        """Query rows of a work tile: those of all warpgroups."""
+        return self.WARPGROUPS * WARPGROUP_ROWS
 
 
 @dataclass(frozen=True, kw_only=True)

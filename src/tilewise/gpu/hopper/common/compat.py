@@ -7,13 +7,13 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import builtin as _builtin
 from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
+    fence_async_shared as fence_async_shared,
+    mbarrier as mbarrier,
     tma,
-    warpgroup_mma,
-    warpgroup_mma_wait,
+    warpgroup_mma as warpgroup_mma,
+    warpgroup_mma_wait as warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as TensorDescriptor
 from triton.language import core as _core
 
 _shared = gl.shared_memory_descriptor
@@ -92,6 +92,15 @@ else:
         coord = _semantic._convert_to_ir_values(coord, require_i64=False)
         kind = _ir.DESCRIPTOR_REDUCE_KIND.ADD
         _semantic.builder.create_async_tma_reduce(kind, desc.handle, coord, smem.handle)
+
+
+@_builtin
+def specialize(consumer, producer, cfg, _semantic=None, _generator=None):
+    """Run (role, arguments) of a producer, and of a consumer for each warpgroup, whose number comes first."""
+    (role, arguments), cfg = consumer, cfg.value
+    consumers = [(role, (gl.constexpr(w), *arguments)) for w in range(cfg.WARPGROUPS)]
+    compiler = {"_semantic": _semantic, "_generator": _generator}
+    gl.warp_specialize([*consumers, producer], cfg.WARPS, cfg.REGISTERS, **compiler)
 
 
 @gluon.constexpr_function
@@ -215,39 +224,3 @@ def start_next_kernel():
 def wait_for_previous_kernel():
     """Wait until the stream's previous kernel has ended and what it wrote can be read."""
     _execute("griddepcontrol.wait;")
-
-
-__all__ = [
-    "HOLDS_NEXT_S",
-    "TensorDescriptor",
-    "add_tile",
-    "aggregate",
-    "as_block",
-    "as_blocks",
-    "as_boxes",
-    "as_boxes_by_rows",
-    "as_pages",
-    "bits_of",
-    "fence_async_shared",
-    "float_of",
-    "float_pair",
-    "gl",
-    "gluon",
-    "halves",
-    "load_tile",
-    "mbarrier",
-    "named_barrier_arrive",
-    "named_barrier_sync",
-    "pingpong_arrive",
-    "pingpong_wait",
-    "start_next_kernel",
-    "store_tile",
-    "sync_warpgroups",
-    "unhoisted",
-    "wait_for_own_stores",
-    "wait_for_previous_kernel",
-    "wait_for_stores",
-    "wait_for_writes",
-    "warpgroup_mma",
-    "warpgroup_mma_wait",
-]

@@ -94,23 +94,23 @@ def survivors(
 
 
 @gluon.jit
-def byte_numbers(y, HAS_KEY_ROWS: gl.constexpr):
-    """[1, 2, 1, 1, 2, 1], known to the compiler: which byte of its word decides a weight of a tile y."""
+def halves_of_squares(y):
+    """(half of the rows, of the columns) of each weight of a tile y in its square, known to the compiler.
+
+    The byte of a word that decides a weight is that of number 2 * (half of the queries) + (half of the keys).
+    """
     layout: gl.constexpr = y.type.layout
     rows = gl.arange(0, 2, along(1, layout, 6))[None, :, None, None, None, None]
     columns = gl.arange(0, 2, along(4, layout, 6))[None, None, None, None, :, None]
-    if HAS_KEY_ROWS:
-        number = 2 * columns + rows
-    else:
-        number = 2 * rows + columns
-    return number
+    return rows, columns
 
 
 @gluon.jit
-def dropped(p, words, HAS_KEY_ROWS: gl.constexpr):
-    """Weights [64, N] of 16 bits, but 0 where they do not survive: two at a time, by signs of bytes."""
+def dropped(p, words):
+    """16-bit weights [64 queries, N keys], 0 where they do not survive: two at a time, by signs of bytes."""
     y = p.reshape([4, 2, 8, p.shape[1] // 16, 2, 8])
-    bytes_of_pair = 0xCC88 + 0x1111 * byte_numbers(y, HAS_KEY_ROWS)
+    rows, columns = halves_of_squares(y)
+    bytes_of_pair = 0xCC88 + 0x1111 * (2 * rows + columns)
     words = gl.expand_dims(gl.expand_dims(words, 1), 4)
     y = gl.inline_asm_elementwise(
         "{ .reg .b32 m; prmt.b32 m, $2, $3, $4; and.b32 $0, $1, m; }",
@@ -124,10 +124,11 @@ def dropped(p, words, HAS_KEY_ROWS: gl.constexpr):
 
 
 @gluon.jit
-def marked(p, words, HAS_KEY_ROWS: gl.constexpr):
-    """Weights [64, N], but negated where they do not survive."""
+def marked(p, words):
+    """Weights [64 keys, N queries], but negated where they do not survive."""
     y = p.reshape([4, 2, 8, p.shape[1] // 16, 2, 8])
-    bit = 0x80 << (8 * byte_numbers(y, HAS_KEY_ROWS))
+    rows, columns = halves_of_squares(y)
+    bit = 0x80 << (8 * (2 * columns + rows))
     words = gl.expand_dims(gl.expand_dims(words, 1), 4)
     y = gl.where((words & bit) != 0, y, -y)
     return gl.convert_layout(y.reshape(p.shape), p.type.layout, assert_trivial=True)

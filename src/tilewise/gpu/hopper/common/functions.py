@@ -27,7 +27,6 @@ from tilewise.gpu.launch.launch_plan import Tensors
 MOST_BITS = 1 << 29  # 64 MiB: one mask of 23k x 23k tokens
 MOST_TILES = 1 << 24  # of a map, 192 MiB: one mask of 370k x 370k tokens, of each query head of a group
 SMALLEST_TILE = 128 * 64
-NO_HELPERS = Helpers(None, None, False, False, None)
 
 
 def unserved_functions(problem: AttentionProblem) -> str | None:
@@ -97,7 +96,7 @@ def captured_of(inputs: Inputs) -> Tensors:
 def compiled_functions(problem: AttentionProblem) -> Helpers:
     """What kernels inline of a problem's functions."""
     if not (problem.has_score_function or inlines_mask(problem)):
-        return NO_HELPERS
+        return Helpers()
     functions = decode(problem.functions or "")
     return helpers(kernel_functions((functions if inlines_mask(problem) else functions.score_only).text))
 

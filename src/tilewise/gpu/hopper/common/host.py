@@ -153,9 +153,7 @@ def _neighbours(numbers: Tensor, zero: int) -> Tensor:
 def _visible_queries(problem: AttentionProblem) -> tuple[int, int]:
     """The least and the largest query - key of a visible score."""
     visibility, offset = problem.visibility(), problem.seqlen_k - problem.seqlen_q
-    least = -UNBOUNDED if visibility.right is None else -offset - min(visibility.right, UNBOUNDED)
-    most = UNBOUNDED if visibility.left is None else min(visibility.left, UNBOUNDED) - offset
-    return least, most
+    return -offset - edge(visibility.right), edge(visibility.left) - offset
 
 
 def _copy_launch(edges: tuple[int, int], tensors: Tensors) -> Launch:
@@ -211,8 +209,7 @@ def edge(bound: int | None) -> int:
 def window_size(problem: AttentionProblem) -> int:
     """Keys that a query sees besides its own; UNBOUNDED or more without a window."""
     visibility = problem.visibility()
-    left, right = (UNBOUNDED if side is None else side for side in (visibility.left, visibility.right))
-    return left + right
+    return edge(visibility.left) + edge(visibility.right)
 
 
 def most_tiles(problem: AttentionProblem, rows: int, block: int) -> int:

@@ -87,15 +87,9 @@ def tiles_of(cu_seqlens, seqlen, i, batch, BLOCK_POSITIONS: gl.constexpr):
 
 @gluon.jit(do_not_specialize=["batch", "seqlen_q"])
 def order_sequences_kernel(
-    cu_seqlens_q,
-    seqlens_k,
-    order,
-    first_tile,
-    batch,
-    seqlen_q,
-    BLOCK_POSITIONS: gl.constexpr,
-    HAS_OFFSETS: gl.constexpr,
-):
+    cu_seqlens_q, seqlens_k, order, first_tile, batch, seqlen_q,
+    BLOCK_POSITIONS: gl.constexpr, HAS_OFFSETS: gl.constexpr,
+):  # fmt: skip
     """Sequences by falling number of keys: `order`, and the query tiles `first_tile` before each.
 
     seqlens_k: offsets of packed keys, or the lengths themselves.

@@ -92,16 +92,6 @@ def is_faster(problem: AttentionProblem) -> bool:
     return problem.is_cached and problem.seqlen_k * idle >= SAVED_KEYS * ctas
 
 
-def forward(
-    problem: AttentionProblem, inputs: Inputs, config: DecodeConfig | None = None, residual: bool = False
-) -> tuple[Tensor, ...]:
-    """out (batch, seqlen_q, heads, head_dim_v) and lse float32 (batch, heads, seqlen_q).
-
-    And, if asked for, what rounding took from lse, in its shape.
-    """
-    return attend(KERNELS, problem, inputs, config or decode_config(problem), residual)
-
-
 class Kernels(NamedTuple):
     """What differs between the kernels of this module and of `mla_launch`."""
 
@@ -110,10 +100,13 @@ class Kernels(NamedTuple):
     few_splits: int  # see `even_workers`
 
 
-def attend(
-    kernels: Kernels, problem: AttentionProblem, inputs: Inputs, cfg: DecodeConfig, residual: bool
+def forward(
+    kernels: Kernels, problem: AttentionProblem, inputs: Inputs, cfg: DecodeConfig, residual: bool = False
 ) -> tuple[Tensor, ...]:
-    """out, lse and, if asked for, residual."""
+    """out (batch, seqlen_q, heads, head_dim_v) and lse float32 (batch, heads, seqlen_q).
+
+    And, if asked for, what rounding took from lse, in its shape.
+    """
     workers = num_workers(problem, cfg, inputs.query.device, kernels.few_splits)
     given = cached_tensors(inputs, cfg)
     fresh = tuple(

@@ -61,7 +61,7 @@ class Shared:
 def make_shared(dtype: gl.constexpr, cfg: gl.constexpr):
     """2 x 72 KB of keys, 72 KB of queries, 8 KB of P: 224 KB of 227 KB."""
     p_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, cfg.BLOCK_N], dtype)
-    queries, queries_rope = allocate_queries(dtype, cfg)
+    queries, queries_rope = allocate_queries(dtype)
     weights = gl.allocate_shared_memory(dtype, [1, 64, cfg.BLOCK_N], p_layout)
     factors = gl.allocate_shared_memory(gl.float32, [64], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     return Shared(

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import functools
 
-from torch import Tensor
-
-from tilewise.core.problem import AttentionProblem, Inputs
+from tilewise.core.problem import AttentionProblem
 from tilewise.gpu.hopper.common import host
 from tilewise.gpu.hopper.common.arguments import WARPGROUP_ROWS, Cache, DecodeTargets, MlaConfig
 from tilewise.gpu.hopper.decode.launch import (
@@ -16,7 +14,6 @@ from tilewise.gpu.hopper.decode.launch import (
     START_UNITS,
     USUAL_SMS,
     Kernels,
-    attend,
     decode_sizes,
     power_of_two,
     too_many_units,
@@ -60,11 +57,6 @@ def is_latent(problem: AttentionProblem) -> bool:
 def head_blocks(problem: AttentionProblem) -> int:
     """Blocks of query heads, each of at most the rows of a warpgroup."""
     return -(-problem.num_heads // WARPGROUP_ROWS)
-
-
-def forward(problem: AttentionProblem, inputs: Inputs, residual: bool = False) -> tuple[Tensor, ...]:
-    """out, lse and, if asked for, residual, as of `decode.launch.forward`."""
-    return attend(KERNELS, problem, inputs, mla_config(problem), residual)
 
 
 def _mla_launch(problem: AttentionProblem, tensors: Tensors, cfg: MlaConfig, workers: int) -> Launch:

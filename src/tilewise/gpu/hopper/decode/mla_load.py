@@ -50,7 +50,7 @@ def make_keys(dtype: gl.constexpr, cfg: gl.constexpr):
 
 
 @gluon.jit
-def allocate_queries(dtype: gl.constexpr, cfg: gl.constexpr):
+def allocate_queries(dtype: gl.constexpr):
     """Memory of one tile of queries: (four chunks [64, CHUNK], RoPE [64, ROPE])."""
     chunk_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, CHUNK], dtype)
     rope_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, ROPE], dtype)

@@ -23,6 +23,7 @@ from tilewise.gpu.hopper.common.compat import (
     as_blocks,
     gl,
     gluon,
+    specialize,
     wait_for_previous_kernel,
     wait_for_stores,
     wait_for_writes,
@@ -236,25 +237,8 @@ def attn_fwd_kernel(
     smem_o = as_blocks(q_ring.tiles, cfg.Q_SLOTS * cfg.O_TILES, o_desc)
     failures = gl.allocate_shared_memory(gl.int32, [2 * N, 128], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     rings = Rings(q_ring, k_ring, v_ring, make_work_ring(N), failures, smem_o)
-    if N == 2:
-        gl.warp_specialize(
-            [
-                (mma_role, (0, o_desc, targets, sinks, rings, sizes, factors, cache, mask, extras, cfg)),
-                (mma_role, (1, o_desc, targets, sinks, rings, sizes, factors, cache, mask, extras, cfg)),
-                (load_role, (q_desc, k_desc, v_desc, rings, counter, sizes, packing, cache, mask, cfg)),
-            ],
-            cfg.WARPS,
-            cfg.REGISTERS,
-        )
-    else:
-        gl.warp_specialize(
-            [
-                (mma_role, (0, o_desc, targets, sinks, rings, sizes, factors, cache, mask, extras, cfg)),
-                (mma_role, (1, o_desc, targets, sinks, rings, sizes, factors, cache, mask, extras, cfg)),
-                (mma_role, (2, o_desc, targets, sinks, rings, sizes, factors, cache, mask, extras, cfg)),
-                (mma_role, (3, o_desc, targets, sinks, rings, sizes, factors, cache, mask, extras, cfg)),
-                (load_role, (q_desc, k_desc, v_desc, rings, counter, sizes, packing, cache, mask, cfg)),
-            ],
-            cfg.WARPS,
-            cfg.REGISTERS,
-        )
+    specialize(
+        (mma_role, (o_desc, targets, sinks, rings, sizes, factors, cache, mask, extras, cfg)),
+        (load_role, (q_desc, k_desc, v_desc, rings, counter, sizes, packing, cache, mask, cfg)),
+        cfg,
+    )

@@ -49,10 +49,9 @@ def forward(
     cfg = config or (watched_config if statistics else forward_config)(problem, *statistics)
     ready = host.keys_ready if problem.is_cached else host.tma_ready
     query, key, value = host.tma_ready(inputs.query), ready(inputs.key), ready(inputs.value)
-    rows = query.shape[:-2]
+    *batch, rows, heads, _ = query.shape
     out = new_out(query, problem.head_dim_v, order)
-    stat_shape = (problem.num_heads, *rows) if problem.is_packed else (rows[0], problem.num_heads, rows[1])
-    lse = torch.empty(stat_shape, dtype=torch.float32, device=query.device)
+    lse = query.new_empty((*batch, heads, rows), dtype=torch.float32)
     cu_q, cu_k, lengths, table, sinks = (
         None if t is None else t.contiguous()
         for t in (

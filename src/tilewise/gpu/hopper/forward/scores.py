@@ -128,7 +128,7 @@ def with_dropout(p, kept, cfg: gl.constexpr):
     """A tile's P as operand, but 0 where dropout takes it."""
     if cfg.HAS_DROPOUT:
         p = gl.convert_layout(p, accumulator_layout(cfg.BLOCK_N), assert_trivial=True)
-        p = gl.convert_layout(dropped(p, kept, False), operand_layout(cfg.BLOCK_DV))
+        p = gl.convert_layout(dropped(p, kept), operand_layout(cfg.BLOCK_DV))
     return p
 
 

@@ -27,6 +27,7 @@ from tilewise.gpu.hopper.common.compat import (
     gluon,
     pingpong_arrive,
     pingpong_wait,
+    specialize,
     wait_for_stores,
     warpgroup_mma,
     warpgroup_mma_wait,
@@ -341,24 +342,8 @@ def attn_fwd_fp8_kernel(
     v_ring = make_tile_ring(v_desc, cfg.STAGES, 1, N)
     smem_o = as_blocks(q_ring.tiles, cfg.Q_SLOTS * cfg.O_TILES, o_desc)
     rings = Rings(q_ring, k_ring, v_ring, make_work_ring(N), smem_o)
-    if N == 2:
-        gl.warp_specialize(
-            [
-                (mma_role, (0, o_desc, lse_ptr, sinks, rings, sizes, scales, factors, cfg)),
-                (mma_role, (1, o_desc, lse_ptr, sinks, rings, sizes, scales, factors, cfg)),
-                (load_role, (q_desc, k_desc, v_desc, rings, counter, sizes, packing, cfg)),
-            ],
-            cfg.WARPS,
-            cfg.REGISTERS,
-        )
-    else:
-        gl.warp_specialize(
-            [
-                (mma_role, (0, o_desc, lse_ptr, sinks, rings, sizes, scales, factors, cfg)),
-                (mma_role, (1, o_desc, lse_ptr, sinks, rings, sizes, scales, factors, cfg)),
-                (mma_role, (2, o_desc, lse_ptr, sinks, rings, sizes, scales, factors, cfg)),
-                (load_role, (q_desc, k_desc, v_desc, rings, counter, sizes, packing, cfg)),
-            ],
-            cfg.WARPS,
-            cfg.REGISTERS,
-        )
+    specialize(
+        (mma_role, (o_desc, lse_ptr, sinks, rings, sizes, scales, factors, cfg)),
+        (load_role, (q_desc, k_desc, v_desc, rings, counter, sizes, packing, cfg)),
+        cfg,
+    )

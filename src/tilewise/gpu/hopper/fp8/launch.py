@@ -29,10 +29,9 @@ def forward(problem: AttentionProblem, inputs: Inputs) -> tuple[Tensor, Tensor]:
         values.append(blocks.contiguous())
         factors.append(scale.contiguous())
     query = inputs.query
-    rows = query.shape[:-2]
     out = query.new_empty((*query.shape[:-1], problem.head_dim_v), dtype=problem.dtype)
-    stat_shape = (problem.num_heads, *rows) if problem.is_packed else (rows[0], problem.num_heads, rows[1])
-    lse = torch.empty(stat_shape, dtype=torch.float32, device=query.device)
+    *batch, rows, heads, _ = query.shape
+    lse = query.new_empty((*batch, heads, rows), dtype=torch.float32)
     cfg = forward_config(problem)
     sinks = None if inputs.sinks is None else inputs.sinks.contiguous()
     ordered = host.order_sequences(problem, *offsets[:2], cfg.BLOCK_M)
@@ -139,7 +138,6 @@ def forward_config(problem: AttentionProblem) -> FP8Config:
         STAGES=stages,
         Q_SLOTS=q_slots,
         CONSUMER_REGISTERS=registers,
-        PRODUCER_REGISTERS=24,
         HEAD_DIM=head_dim,
         BLOCK_DV=block_dv,
         HAS_SINKS=problem.has_sinks,

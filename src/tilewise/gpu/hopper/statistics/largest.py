@@ -20,6 +20,7 @@ from tilewise.gpu.hopper.common.compat import (
     aggregate,
     gl,
     gluon,
+    specialize,
     wait_for_previous_kernel,
     warpgroup_mma_wait,
 )
@@ -236,31 +237,13 @@ def attn_candidates_kernel(
     packing = Packing(cu_seqlens_q, cu_seqlens_k, order, first_tile)
     factors = Factors(scale_log2e, two_over_softcap_log2e, softcap_log2e, scale)
     N: gl.constexpr = cfg.WARPGROUPS
-    REGISTERS: gl.constexpr = cfg.CONSUMER_REGISTERS
     rings = Rings(
         make_tile_ring(q_desc, N * cfg.SLOTS, cfg.D_CHUNKS, 1),
         make_tile_ring(k_desc, cfg.STAGES, cfg.D_CHUNKS, N),
         make_work_ring(N),
     )
-    if N == 2:
-        gl.warp_specialize(
-            [
-                (largest_role, (0, list_ptr, held_ptr, count, list_size, rings, sizes, factors, cfg)),
-                (largest_role, (1, list_ptr, held_ptr, count, list_size, rings, sizes, factors, cfg)),
-                (load_role, (q_desc, k_desc, counter, rings, sizes, packing, cfg)),
-            ],
-            [4, 1],
-            [REGISTERS, cfg.PRODUCER_REGISTERS],
-        )
-    else:
-        gl.warp_specialize(
-            [
-                (largest_role, (0, list_ptr, held_ptr, count, list_size, rings, sizes, factors, cfg)),
-                (largest_role, (1, list_ptr, held_ptr, count, list_size, rings, sizes, factors, cfg)),
-                (largest_role, (2, list_ptr, held_ptr, count, list_size, rings, sizes, factors, cfg)),
-                (largest_role, (3, list_ptr, held_ptr, count, list_size, rings, sizes, factors, cfg)),
-                (load_role, (q_desc, k_desc, counter, rings, sizes, packing, cfg)),
-            ],
-            [4, 4, 4, 1],
-            [REGISTERS, REGISTERS, REGISTERS, cfg.PRODUCER_REGISTERS],
-        )
+    specialize(
+        (largest_role, (list_ptr, held_ptr, count, list_size, rings, sizes, factors, cfg)),
+        (load_role, (q_desc, k_desc, counter, rings, sizes, packing, cfg)),
+        cfg,
+    )

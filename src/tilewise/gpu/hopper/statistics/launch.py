@@ -14,7 +14,7 @@ from tilewise.core.problem import AttentionProblem, Inputs
 from tilewise.core.statistics import GROUP, NOTHING, Aux, Measured
 from tilewise.gpu.hopper.backward import launch as backward_launch
 from tilewise.gpu.hopper.common import host
-from tilewise.gpu.hopper.common.arguments import WARPGROUP_ROWS, Sizes
+from tilewise.gpu.hopper.common.arguments import WARPGROUP_ROWS, Sizes, StreamConfig
 from tilewise.gpu.launch.launch_plan import Launch, Tensors, run
 
 BLOCK_QUERIES = 128  # of a tile in the sums of weights
@@ -25,44 +25,18 @@ MOST_LARGEST = 32  # of a query, so that its candidates are few: 44 on random da
 SHORTEST_LIST = 16  # of candidates: four of them hold those of k = 8 of random data, with room to spare
 
 
-@dataclass(frozen=True)
-class StatisticsConfig:
-    """Compile-time choices of the kernels. What other configurations have too means the same."""
+@dataclass(frozen=True, kw_only=True)
+class StatisticsConfig(StreamConfig):
+    """Compile-time choices of the kernels."""
 
-    IS_DETERMINISTIC: ClassVar[bool] = False  # tiles of keys wait for no others
-    LATEST_FIRST: ClassVar[bool] = False
+    LATEST_FIRST: ClassVar[bool] = False  # in the order of the backward's work tiles
     DESCENDING: ClassVar[bool] = False
-    NEAREST_FIRST: ClassVar[bool] = False
-    BOTH_ENDS_FIRST: ClassVar[bool] = False
-    IS_CACHED: ClassVar[bool] = False
-    PACK: ClassVar[int] = 1
-    PRODUCER_REGISTERS: ClassVar[int] = 24
 
     BLOCK_M: int
     BLOCK_N: int
-    WARPGROUPS: int  # consumers, 64 rows each of the tile that stays
     D_CHUNKS: int
     D_CHUNK: int
-    STAGES: int  # tiles in flight of those that stream by
     SLOTS: int  # of tiles that stay; two: the next work tile's are loaded early
-    IS_PACKED: bool
-    HAS_LEFT: bool
-    HAS_RIGHT: bool
-    HAS_SOFTCAP: bool
-
-    @property
-    def IS_ORDERED(self) -> bool:
-        return self.IS_PACKED
-
-    @property
-    def CONSUMER_REGISTERS(self) -> int:
-        """Of each thread; with PRODUCER_REGISTERS no more in all than `maxnreg` gives at the start."""
-        return 112 if self.WARPGROUPS == 4 else 240
-
-    @property
-    def maxnreg(self) -> int:
-        """Registers of each thread at the start: an SM's, of all warpgroups (a single warp counts as one)."""
-        return 65536 // (128 * (self.WARPGROUPS + 1)) // 8 * 8
 
 
 class StatisticsPlan(NamedTuple):
@@ -155,7 +129,7 @@ def sums_launch(problem: AttentionProblem, tensors: Tensors, cfg: StatisticsConf
     query, key, lse, residual, cu_q, cu_k, columns, blocks, order, first_tile, counter = tensors
     assert query is not None and key is not None
     num_tiles = -(-problem.seqlen_k // cfg.BLOCK_N)
-    num_bh = _num_bh(problem)
+    num_bh = backward_launch.query_bh(problem)
     sizes = _sizes(problem, query, key, num_tiles, backward_launch.l2_swizzle(problem, num_bh))
     if blocks is not None:
         sizes = sizes._replace(rows_k=blocks.stride(1), rows_v=blocks.stride(3))
@@ -168,7 +142,7 @@ def sums_launch(problem: AttentionProblem, tensors: Tensors, cfg: StatisticsConf
         *factors._replace(scale=problem.softcap or problem.scale),
         cfg,
     )
-    most = key.shape[0] // cfg.BLOCK_N + problem.batch if problem.is_packed else num_tiles
+    most = host.most_tiles(problem, key.shape[-3], cfg.BLOCK_N)
     programs = min(host.num_sms(query.device.index), most * num_bh)
     return Launch(
         attn_weight_sums_kernel, programs, arguments, num_warps=4, maxnreg=cfg.maxnreg, launch_pdl=True
@@ -182,9 +156,9 @@ def candidates_launch(
 
     query, key, _, _, cu_q, cu_k, lists, held, order, first_tile, counter = tensors
     assert query is not None and key is not None
-    num_tiles = -(-problem.seqlen_q // cfg.BLOCK_M)
+    num_tiles, num_bh = -(-problem.seqlen_q // cfg.BLOCK_M), backward_launch.query_bh(problem)
     fitting = max(1, host.L2_SWIZZLE_BYTES // max(1, 2 * problem.seqlen_k * problem.head_dim))
-    swizzle = host.l2_swizzle_size(_num_bh(problem) // problem.group_size, fitting)
+    swizzle = host.l2_swizzle_size(num_bh // problem.group_size, fitting)
     arguments = (
         host.descriptor(query, (WARPGROUP_ROWS, 1, cfg.D_CHUNK), problem.is_packed),
         host.descriptor(key, (cfg.BLOCK_N, 1, cfg.D_CHUNK), problem.is_packed),
@@ -193,8 +167,8 @@ def candidates_launch(
         *host.factors(problem),
         *(count, list_size, cfg),
     )
-    most = query.shape[0] // cfg.BLOCK_M + problem.batch if problem.is_packed else num_tiles
-    programs = min(host.num_sms(query.device.index), most * _num_bh(problem))
+    most = host.most_tiles(problem, query.shape[-3], cfg.BLOCK_M)
+    programs = min(host.num_sms(query.device.index), most * num_bh)
     return Launch(
         attn_candidates_kernel, programs, arguments, num_warps=4, maxnreg=cfg.maxnreg, launch_pdl=True
     )
@@ -210,11 +184,6 @@ def select_launch(problem: AttentionProblem, tensors: Tensors, count: int, list_
     return Launch(select_largest_kernel, -(-lse.numel() // 32), arguments, num_warps=4, launch_pdl=True)
 
 
-def _num_bh(problem: AttentionProblem) -> int:
-    """(batch, query head) pairs, or query heads if packed."""
-    return problem.num_heads * (1 if problem.is_packed else problem.batch)
-
-
 def _sizes(problem: AttentionProblem, query: Tensor, key: Tensor, num_tiles: int, l2_swizzle: int) -> Sizes:
     visibility = problem.visibility()
     return Sizes(
@@ -222,15 +191,11 @@ def _sizes(problem: AttentionProblem, query: Tensor, key: Tensor, num_tiles: int
         seqlen_q=query.shape[-3],
         seqlen_k=key.shape[-3],
         group_size=problem.group_size,
-        num_bh=_num_bh(problem),
+        num_bh=backward_launch.query_bh(problem),
         num_tiles=num_tiles,
         l2_swizzle=l2_swizzle,
         window_left=host.edge(visibility.left),
         window_right=host.edge(visibility.right),
-        rows_k=0,
-        rows_v=0,
-        stride_page_table=0,
-        num_pages=0,
     )
 
 
@@ -249,6 +214,7 @@ def statistics_config(problem: AttentionProblem, are_queries_streamed: bool) -> 
         WARPGROUPS=warpgroups,
         D_CHUNKS=chunks,
         D_CHUNK=width,
+        CONSUMER_REGISTERS=112 if warpgroups == 4 else 240,
         STAGES=min(4, (SHARED_BYTES - slots * stays * row_bytes) // (rows * row_bytes)),
         SLOTS=slots,
         IS_PACKED=problem.is_packed,

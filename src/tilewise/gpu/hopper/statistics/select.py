@@ -1,12 +1,6 @@
 """The k largest of each query's candidates, in order: four threads a query, a list each."""
 
-from tilewise.gpu.hopper.common.compat import (
-    float_of,
-    gl,
-    gluon,
-    start_next_kernel,
-    wait_for_previous_kernel,
-)
+from tilewise.gpu.hopper.common.compat import float_of, gl, gluon, start_next_kernel, wait_for_previous_kernel
 from tilewise.gpu.hopper.common.layouts import along
 from tilewise.gpu.hopper.common.softmax import LOG2_E, exp2
 

@@ -19,6 +19,7 @@ from tilewise.gpu.hopper.common.compat import (
     aggregate,
     gl,
     gluon,
+    specialize,
     wait_for_previous_kernel,
     warpgroup_mma_wait,
 )
@@ -107,7 +108,7 @@ def thread_sums(W: gl.constexpr, s, use, tile, key, own, work, rings, sizes, fac
 
 
 @gluon.jit
-def store_blocks(block_ptr, sums, tile, key, bh, work, sizes, cfg: gl.constexpr):
+def store_blocks(block_ptr, sums, tile, key, bh, work, sizes):
     """Store the sums of 16 keys, one for each warp, and a tile of queries; `launch._sums` adds up."""
     by_warp = gl.sum(gl.sum(sums.reshape([4, 16, 4]), 2), 1)
     keys = key // 16 + gl.arange(0, 4, by_warp.type.layout)
@@ -143,7 +144,7 @@ def sum_role(
             sums = thread_sums(W, s, use, tile, key, own, work, rings, sizes, factors, cfg)
             total += sums
             if block_ptr is not None:
-                store_blocks(block_ptr, sums, tile, key, bh, work, sizes, cfg)
+                store_blocks(block_ptr, sums, tile, key, bh, work, sizes)
             use += 1
         rings.k.release(k_use)
         use = skip(rings.q, use, tiles.end - own.end)
@@ -178,32 +179,14 @@ def attn_weight_sums_kernel(
     packing = Packing(cu_seqlens_q, cu_seqlens_k, order, first_tile)
     factors = ScoreFactors(scale, scale_log2e, two_over_softcap_log2e, softcap_log2e)
     N: gl.constexpr = cfg.WARPGROUPS
-    REGISTERS: gl.constexpr = cfg.CONSUMER_REGISTERS
     rings = Rings(
         make_tile_ring(k_desc, N * cfg.SLOTS, cfg.D_CHUNKS, 1),
         make_tile_ring(q_desc, cfg.STAGES, cfg.D_CHUNKS, N),
         make_work_ring(N),
         gl.allocate_shared_memory(gl.float32, [2 * N, cfg.BLOCK_M], gl.SwizzledSharedLayout(1, 1, 1, [0])),
     )
-    if N == 2:
-        gl.warp_specialize(
-            [
-                (sum_role, (0, lse_ptr, residual_ptr, column_ptr, block_ptr, rings, sizes, factors, cfg)),
-                (sum_role, (1, lse_ptr, residual_ptr, column_ptr, block_ptr, rings, sizes, factors, cfg)),
-                (load_role, (q_desc, k_desc, counter, rings, sizes, packing, cfg)),
-            ],
-            [4, 1],
-            [REGISTERS, cfg.PRODUCER_REGISTERS],
-        )
-    else:
-        gl.warp_specialize(
-            [
-                (sum_role, (0, lse_ptr, residual_ptr, column_ptr, block_ptr, rings, sizes, factors, cfg)),
-                (sum_role, (1, lse_ptr, residual_ptr, column_ptr, block_ptr, rings, sizes, factors, cfg)),
-                (sum_role, (2, lse_ptr, residual_ptr, column_ptr, block_ptr, rings, sizes, factors, cfg)),
-                (sum_role, (3, lse_ptr, residual_ptr, column_ptr, block_ptr, rings, sizes, factors, cfg)),
-                (load_role, (q_desc, k_desc, counter, rings, sizes, packing, cfg)),
-            ],
-            [4, 4, 4, 1],
-            [REGISTERS, REGISTERS, REGISTERS, cfg.PRODUCER_REGISTERS],
-        )
+    specialize(
+        (sum_role, (lse_ptr, residual_ptr, column_ptr, block_ptr, rings, sizes, factors, cfg)),
+        (load_role, (q_desc, k_desc, counter, rings, sizes, packing, cfg)),
+        cfg,
+    )

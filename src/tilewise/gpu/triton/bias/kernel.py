@@ -26,11 +26,7 @@ from tilewise.gpu.triton.primitives import (
     visible_pairs,
     wait_for_kernel_before,
 )
-from tilewise.gpu.triton.tiles import (
-    dot_rows,
-    load_source,
-    sequence_rows,
-)
+from tilewise.gpu.triton.tiles import dot_rows, load_source, sequence_rows
 
 
 @triton.jit(do_not_specialize=Sizes._fields + BiasSizes._fields)
