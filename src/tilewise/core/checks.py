@@ -140,9 +140,8 @@ def check_tensors(**tensors: Any) -> None:
     """Raises TypeError if something is no tensor, or one of another layout than strided."""
     for name, t in tensors.items():
         if not isinstance(t, Tensor):
-            hint = (
-                f": pass a function as {_FUNCTION_OF[name]}" if callable(t) and name in _FUNCTION_OF else ""
-            )
+            meant = _FUNCTION_OF.get(name) if callable(t) else None
+            hint = f": pass a function as {meant}" if meant else ""
             raise TypeError(f"{name}={type(t).__name__} must be a torch.Tensor{hint}")
         if t.is_nested:
             kind = f"nested of layout={t.layout}"
@@ -188,8 +187,8 @@ def _meant(name: str, known: tuple[str, ...]) -> str:
     if ours in known:
         return f"did you mean {ours}{note}?"
     same = [other for other in known if _ALSO_CALLED.get(other, ("",))[0] == ours]  # a drop-in's own name
-    in_lower_case = {other.lower(): other for other in known}
-    nearest = same or [in_lower_case[n] for n in difflib.get_close_matches(name.lower(), in_lower_case, 1)]
+    lower = {other.lower(): other for other in known}
+    nearest = same or [lower[n] for n in difflib.get_close_matches(name.lower(), lower, 1)]
     if nearest:
         return f"did you mean {nearest[0]}?"
     if name in _ELSEWHERE:
