@@ -7,7 +7,10 @@ import pytest
 import torch
 
 import tilewise
+from tilewise.core.signature import standing_in
 from tilewise.device import DATASHEET, best_time, device_for
+from tilewise.dispatch.statistics import servers
+from tilewise.gpu.launch.gpus import GPUS
 
 
 def test_counts_follow_the_visible_pairs():
@@ -180,6 +183,23 @@ def test_no_random_number_is_drawn():
     x, state = torch.zeros(1, 4, 2, 16), torch.get_rng_state()
     tilewise.explain(x, x, x, dropout_p=0.5)
     assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_what_gives_each_statistic():
+    x, aux = torch.zeros(1, 40, 2, 16), tilewise.Aux(lse=True, entropy=True, rows=(-1,), column_sum=True)
+    found = tilewise.explain(x, x, x, return_aux=aux, backend="tiled")
+    assert found.statistics == dict.fromkeys(("entropy", "column_sum", "rows"), "tiled")
+    assert "statistics entropy tiled, column_sum tiled, rows tiled; their gradients tiled" in str(found)
+    assert not tilewise.explain(x, x, x).statistics
+    y = torch.zeros(1, 64, 2, 64, dtype=torch.bfloat16)
+    problem = dataclasses.replace(tilewise.explain(y, y, y).problem, device_type="cuda")
+    with standing_in(GPUS["h200"]):
+        served = servers(problem, aux, None, "hopper")
+    assert served == {"entropy": "hopper", "column_sum": "hopper", "rows": "tiled"}
+    with pytest.raises(NotImplementedError, match="does not give rows"):
+        tilewise.explain(x, x, x, return_aux=aux, backend="aten")
+    with pytest.raises(TypeError, match=r"must be a tilewise\.Aux"):
+        tilewise.explain(x, x, x, return_aux=True)
 
 
 def test_rocm_is_called_experimental(monkeypatch):

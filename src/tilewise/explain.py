@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -36,9 +36,11 @@ from tilewise.core.problem import (
     spans,
 )
 from tilewise.core.quantized import is_quantized
+from tilewise.core.statistics import check_aux
 from tilewise.core.values import check_values
 from tilewise.device import Device, device_for
 from tilewise.dispatch import choice as dispatch
+from tilewise.dispatch.statistics import servers
 from tilewise.gpu.functions.distances import of_distances
 from tilewise.varlen import attention_varlen, read_length
 
@@ -62,6 +64,7 @@ class Explanation:
             ceilings allow, with inputs in main memory; measured ceilings give about the best time.
         bound: "compute" or "memory", whichever that is. Both None without ceilings.
         from_functions: the options that mask_mod and score_mod say, by which they are served instead.
+        statistics: which backend gives each statistic of `return_aux`; `tiled` gives their gradients.
     """
 
     backend: str
@@ -73,6 +76,7 @@ class Explanation:
     problem: AttentionProblem
     sequences: tuple[Span, ...]
     from_functions: tuple[str, ...] = ()
+    statistics: dict[str, str] = field(default_factory=dict)
 
     @property
     def intensity(self) -> float:
@@ -107,6 +111,9 @@ class Explanation:
             rows += [f"options    {', '.join(self.from_functions)}, as the functions say{rest}"]
         if self.backend in ("hopper", "triton") and of_distances(p) is not None:
             rows += ["functions  the score function is a number of each distance, read as a bias"]
+        if self.statistics:
+            served = ", ".join(f"{name} {backend}" for name, backend in self.statistics.items())
+            rows += [f"statistics {served}; their gradients tiled"]
         rows += [
             f"work       {self.flops / 1e9:.4g} GFLOP, {self.bytes / 1e6:.4g} MB: "
             f"{self.intensity:.4g} FLOP/byte" + (", what the mask hides included" if _hides(p) else "")
@@ -170,9 +177,10 @@ def explain(query: Tensor, *args: Any, **options: Any) -> Explanation:
     problem = describe(inputs, call)
     _check_lengths(inputs)
     check_values(problem, inputs, call)
-    sequences = spans(problem, inputs)
+    sequences, forward = spans(problem, inputs), dispatch.choose(problem, backend)
+    aux = check_aux(given["return_aux"])
     return Explanation(
-        backend=dispatch.choose(problem, backend),
+        backend=forward,
         backward_backend=dispatch.choose(of_gradient(problem), backend, is_backward=True),
         reasons=dispatch.refusals(problem),
         flops=_flops(problem, sequences),
@@ -181,6 +189,7 @@ def explain(query: Tensor, *args: Any, **options: Any) -> Explanation:
         problem=problem,
         sequences=tuple(sequences),
         from_functions=_from_functions(before, call, inputs, given),
+        statistics={} if aux is None else servers(problem, aux, backend, forward),
     )
 
 

@@ -10,11 +10,11 @@ from torch import Tensor
 from tilewise.autograd.functions import is_served
 from tilewise.autograd.operators import NUM_INPUTS
 from tilewise.autograd.second_order import place
-from tilewise.core.checks import check_inputs, shown
+from tilewise.core.checks import check_inputs
 from tilewise.core.plan import Results, Watched
 from tilewise.core.problem import Gradients, Inputs, Options, describe, of_gradient
 from tilewise.core.signature import NoMemory, all_resolved, resolved
-from tilewise.core.statistics import Aux, Measured, Statistics
+from tilewise.core.statistics import Aux, Measured, Statistics, check_aux
 from tilewise.core.torch_private import is_batched, is_plain_eager, own_dtypes, while_tracing
 from tilewise.core.values import check_values
 from tilewise.dispatch import plans, statistics as dispatch
@@ -83,8 +83,7 @@ def check(inputs: Inputs, options: Options, backend: str | None, aux: Aux) -> No
 
 def _entry(inputs: Inputs, options: Options, backend: str | None, aux: Aux) -> tuple[Entry, Inputs]:
     """The forward's plan, and the inputs with their numbers in memory."""
-    if not isinstance(aux, Aux):
-        raise TypeError(f"return_aux={shown(aux)} must be a tilewise.Aux, as Aux(entropy=True)")
+    check_aux(aux)
     check_inputs(inputs)
     if not is_plain_eager(inputs.query):
         raise NotImplementedError(_WATCHED)

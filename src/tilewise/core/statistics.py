@@ -140,6 +140,13 @@ class Aux:
                 raise ValueError(f"rows={self.rows} must be in [{-n}, {n}): seqlen_q={n}")
 
 
+def check_aux(aux: Any) -> Any:
+    """The request itself, or None; raises TypeError if it is neither."""
+    if aux is not None and not isinstance(aux, Aux):
+        raise TypeError(f"return_aux={shown(aux)} must be a tilewise.Aux, as Aux(entropy=True)")
+    return aux
+
+
 def _check_integer(name: str, value: Any, least: int, most: int | None = None) -> None:
     if isinstance(value, bool) or not isinstance(value, Integral):
         raise TypeError(f"{name}={shown(value)} must be an integer")

@@ -73,6 +73,16 @@ def choose(problem: AttentionProblem, aux: Aux, backend: str | None) -> str:
     return first_able(backend, lambda name: statistics_refusal(name, problem, aux))
 
 
+def servers(problem: AttentionProblem, aux: Aux, backend: str | None, of_forward: str) -> dict[str, str]:
+    """Which backend gives each statistic; `backend` is the one asked for, `of_forward` the forward's.
+
+    Raises as `choose`.
+    """
+    given = given_by_forward(of_forward, problem, aux)
+    names = [name for name in aux.names if name != "lse"]
+    return {n: of_forward if n in given else choose(problem, aux.only([n]), backend) for n in names}
+
+
 @functools.lru_cache(maxsize=256)
 def request(aux: Aux) -> Request:
     """What the forward is asked for, beside its output."""
