@@ -196,7 +196,7 @@ def test_what_gives_each_statistic():
     with standing_in(GPUS["h200"]):
         served = servers(problem, aux, None, "hopper")
     assert served == {"entropy": "hopper", "column_sum": "hopper", "rows": "tiled"}
-    with pytest.raises(NotImplementedError, match="does not give rows"):
+    with pytest.raises(NotImplementedError, match="does not give entropy"):
         tilewise.explain(x, x, x, return_aux=aux, backend="aten")
     with pytest.raises(TypeError, match=r"must be a tilewise\.Aux"):
         tilewise.explain(x, x, x, return_aux=True)
