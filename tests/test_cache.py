@@ -188,6 +188,12 @@ def test_lengths_that_the_caller_replaces_or_changes():
     cache.lengths = torch.tensor(5, dtype=torch.int32).expand(2)  # which can't be counted in place
     check_continues(cache, [5, 5], x)
     cache.key.zero_()
+    other, lengths = tilewise.KVCache(2, 8, 2, 4, dtype=torch.float32), torch.tensor([1, 2])
+    cache.lengths = other.lengths = lengths  # as of two layers, which both count
+    other.append(x, x)
+    check_continues(cache, [1, 2], x)
+    cache.key.zero_()
+    assert lengths.tolist() == [1, 2] and "lengths=[2, 3]" in repr(other)
     with torch.inference_mode():
         cache.lengths = torch.tensor([1, 6], dtype=torch.int32)
         check_continues(cache, [1, 6], x)

@@ -132,9 +132,9 @@ class KVCache(Storage):
     Attributes:
         key, value: the storage; rows from `lengths` on hold no tokens.
         lengths: (batch,) int32, tokens held by each sequence, on the cache's device. May be written, or set
-            to a tensor of that shape and device, int32 or int64, as to forget padding at a prompt's end.
-            Reading it raises ValueError if an earlier call on a GPU has found a wrong length or page: see
-            `check_errors`.
+            to a tensor of that shape and device, int32 or int64, which is copied, as to forget padding at a
+            prompt's end. Reading it raises ValueError if an earlier call on a GPU has found a wrong length or
+            page: see `check_errors`.
 
     Raises:
         ValueError, TypeError: a size or dtype does not fit.
@@ -194,7 +194,8 @@ class KVCache(Storage):
         if lengths.device != self._lengths.device:
             where = self._lengths.device
             raise ValueError(f"lengths.device={lengths.device} must equal the cache's device={where}")
-        self._lengths = normal(lengths.contiguous())  # counted in place, by kernels too
+        if lengths is not self._lengths:
+            self._lengths.copy_(lengths)  # in place: captured graphs count there, and others keep theirs
 
     def append(self, k: Tensor, v: Tensor | None = None) -> None:
         """Write new tokens behind those each sequence holds.
@@ -279,7 +280,8 @@ class KVCache(Storage):
             self._know([0] * len(self._held))
 
     def __repr__(self) -> str:
-        lengths = shown(self._held) if self.is_mirrored else "on the device"
+        is_known = self.is_mirrored or self._lengths.is_cpu
+        lengths = shown(self.held()) if is_known else "on the device"
         return self._described(f"batch={len(self.key)}, max_seqlen={self.key.shape[1]}", f"lengths={lengths}")
 
     def check_new(self, k: Tensor, v: Tensor | None) -> None:
