@@ -1,6 +1,6 @@
 """Everything of PyTorch that has no public name, with a plain way where it is missing.
 
-Checked with torch 2.11 to 2.13, those of `torch._C._dynamo.guards` with 2.13. Where a name is missing, calls
+Checked with torch 2.11 to 2.15. Where a name is missing, calls
 take some microseconds more and give the same: `tests/test_signatures.py` hides them.
 """
 
