@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import tilewise
-from tilewise.integrations import transformers as integration
+from tilewise.integrations import transformers as integration, transformers_mask
 from tilewise.integrations.transformers import attention_forward, register
 from tilewise.integrations.transformers_mask import PatternMask, visibility_mask
 
@@ -124,21 +124,21 @@ def test_float64(kind, exact, side):
     assert_same_run(run(model, "tilewise", keep, **inputs), run(model, exact, keep, **inputs), FLOAT64)
 
 
-@pytest.mark.parametrize("how", ["cu_seq_lens", "position_ids"])
+@pytest.mark.parametrize("how", ["cu_seq_lens", "position_ids", "position_ids, cache"])
 @pytest.mark.parametrize("kind", DECODERS)
 def test_packed_sequences_equal_the_separate_runs(kind, how):
     model, lengths = decoder(kind), (7, 1, 12)
     ids = tokens(1, sum(lengths))
     positions = torch.cat([torch.arange(n) for n in lengths])[None]
-    inputs = {"input_ids": ids, "position_ids": positions, "use_cache": False}
+    inputs = {"input_ids": ids, "position_ids": positions, "use_cache": "cache" in how}
     if how == "cu_seq_lens":
         starts = torch.tensor([0, 7, 8, 20], dtype=torch.int32)
         inputs |= {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts, "max_length_q": 12, "max_length_k": 12}
     packed = run(model, "tilewise", **inputs)
-    if how == "position_ids":
+    if (
+        how == "position_ids" and kind != "gpt_oss"
+    ):  # whose mask is not told of positions: eager packs nothing
         assert_same_run(packed, run(model, "eager", **inputs), FLOAT32)
-    if (kind, how) == ("gpt_oss", "position_ids"):
-        return  # the model does not tell its mask about positions, so eager packs nothing either
     alone = [run(model, "eager", input_ids=part, use_cache=False)[0] for part in ids.split(lengths, 1)]
     assert_close(packed[0], torch.cat(alone, 1), FLOAT32)
     if how == "cu_seq_lens":
@@ -401,12 +401,21 @@ def test_tiles_can_be_skipped_and_heads_are_not_repeated(calls):
     assert all(call["key_shape"] == (3, 19, 2, 8) and call["mask"] is None for call in calls)
 
 
-def test_packed_sequences_go_to_varlen(calls):
+def test_packed_sequences_go_to_varlen(calls, monkeypatch):
     model = decoder("mistral")
     model.set_attn_implementation("tilewise")
     positions = torch.cat([torch.arange(7), torch.arange(5)])[None]
     model(tokens(1, 12), position_ids=positions, use_cache=False)
     assert all(call["key_shape"] == (12, 2, 8) and call["window"] == (4, 0) for call in calls)
+    before, read = len(calls), []
+    starts = transformers_mask._starts
+    monkeypatch.setattr(transformers_mask, "_starts", lambda ids: read.append(1) or starts(ids))
+    model(tokens(1, 12), position_ids=positions)  # with a cache: by the layers, which read them once
+    assert all(call["key_shape"] == (12, 2, 8) and call["window"] == (4, 0) for call in calls)
+    assert len(calls) == 2 * before and read == [1]
+    calls.clear()
+    model(tokens(1, 12))
+    assert all(call["key_shape"] == (1, 12, 2, 8) for call in calls)
 
 
 def make_mask(q_length, kv_length, function, padding=None, q_offset=0, kv_offset=0, batch=2, **options):

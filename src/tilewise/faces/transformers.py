@@ -20,7 +20,7 @@ from tilewise.api import attention
 from tilewise.autograd import functions
 from tilewise.core.statistics import Aux
 from tilewise.faces.autocast import autocast
-from tilewise.faces.transformers_mask import Pattern, PatternMask, visibility_mask
+from tilewise.faces.transformers_mask import Pattern, PatternMask, packed_starts, visibility_mask
 from tilewise.faces.transformers_paged import paged_attention_forward
 from tilewise.varlen import attention_varlen
 
@@ -36,8 +36,8 @@ def register(name: str = "tilewise", *, weight_rows: Sequence[int] | None = None
     Models of T5's kind are not switched as a whole: build them with it, or switch encoder and decoder each.
     It serves every model that goes through transformers' attention interface: grouped-query and cross
     attention, sliding windows, softcap, sinks, position biases, dropout in training, padding, dynamic and
-    static caches, and packed sequences (`cu_seq_lens_q`, `cu_seq_lens_k`, or position ids that restart, which
-    transformers recognizes with `use_cache=False` and without an attention mask only).
+    static caches, and packed sequences (`cu_seq_lens_q`, `cu_seq_lens_k`, or one row of position ids that
+    restart, without an attention mask).
     Models whose layers multiply queries and keys themselves, as BLOOM's, are refused or stay with eager.
     Those that choose a class by name raise KeyError: Falcon, Data2Vec's vision model, SAM, SAM-HQ,
     DeepSeek-OCR 2, GPT-J, GPT-Neo, GIT, Bark and SuperGlue.
@@ -103,6 +103,7 @@ def attention_forward(
     block_indices: Tensor | None = None,
     cu_seq_lens_q: Tensor | None = None,
     cu_seq_lens_k: Tensor | None = None,
+    position_ids: Tensor | None = None,
     max_length_q: int | None = None,
     max_length_k: int | None = None,
     deterministic: bool | None = None,
@@ -124,6 +125,7 @@ def attention_forward(
         indices: the only keys that a query may see, (batch, seqlen_q, count), of DeepSeek's sparse attention.
         block_indices: refused, MiniMax-M3's sparse attention.
         cu_seq_lens_q, cu_seq_lens_k: offsets of packed sequences in the flattened (batch * seqlen) tokens.
+        position_ids: (1, seqlen) of packed sequences if they do not go up by 1: see `packed_starts`.
         output_attentions: also return the weights of `weight_rows`, see `register`.
 
     Returns:
@@ -152,6 +154,11 @@ def attention_forward(
             starts, longest = (pattern.cu_seqlens, pattern.cu_seqlens), (None, None)
     elif attention_mask is None:
         options |= _module_options(module, is_causal, sliding_window)
+    looks_back = options.get("causal") or options.get("window", (None, None))[1] == 0
+    if starts is None and attention_mask is None and looks_back and 1 < seqlen_q == used_k:
+        packed = packed_starts(position_ids, len(query), seqlen_q)
+        if packed is not None:
+            starts, longest = (packed, packed), (None, None)
 
     is_plain = attention_mask is None and position_bias is None and indices is None
     if starts is not None and is_plain and not output_attentions:

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from tilewise.autograd import functions
+from tilewise.core.kept import kept
 from tilewise.core.torch_private import tree_map_only
 
 Bounds = tuple[int | None, int | None]
@@ -73,6 +74,28 @@ class Pattern:
         is_start[:, 1:] = ids[:, 1:] != ids[:, :-1]
         starts = is_start.flatten().nonzero().flatten()
         return torch.cat([starts, starts.new_tensor([ids.numel()])])
+
+
+def packed_starts(position_ids: Any, batch: int, seqlen: int) -> Tensor | None:
+    """Offsets of the sequences that position ids (1, seqlen) number, each from its own start; None of one.
+
+    As transformers' flash-attention does it, for models whose mask does not say so: with a cache transformers
+    looks for no packing. Read once for all layers; not in compiled code or captured graphs.
+    """
+    if torch.compiler.is_compiling() or functions.is_served():
+        return None
+    if not isinstance(position_ids, Tensor) or batch != 1 or tuple(position_ids.shape) != (1, seqlen):
+        return None
+    if position_ids.is_cuda and torch.cuda.is_current_stream_capturing():
+        return None
+    return kept((position_ids,), ("packed starts",), lambda: _starts(position_ids), position_ids.device)
+
+
+def _starts(position_ids: Tensor) -> Tensor | None:
+    jumps = (position_ids[0, 1:] - position_ids[0, :-1] != 1).nonzero().flatten() + 1
+    if len(jumps) == 0:
+        return None
+    return nn.functional.pad(nn.functional.pad(jumps, (1, 0)), (0, 1), value=position_ids.shape[1])
 
 
 class PatternMask(Tensor):
