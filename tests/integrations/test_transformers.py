@@ -135,9 +135,7 @@ def test_packed_sequences_equal_the_separate_runs(kind, how):
         starts = torch.tensor([0, 7, 8, 20], dtype=torch.int32)
         inputs |= {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts, "max_length_q": 12, "max_length_k": 12}
     packed = run(model, "tilewise", **inputs)
-    if (
-        how == "position_ids" and kind != "gpt_oss"
-    ):  # whose mask is not told of positions: eager packs nothing
+    if how == "position_ids" and kind != "gpt_oss":  # whose mask knows no positions: eager packs nothing
         assert_same_run(packed, run(model, "eager", **inputs), FLOAT32)
     alone = [run(model, "eager", input_ids=part, use_cache=False)[0] for part in ids.split(lengths, 1)]
     assert_close(packed[0], torch.cat(alone, 1), FLOAT32)
