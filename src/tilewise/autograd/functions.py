@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, library
@@ -29,7 +29,24 @@ from tilewise.dispatch import choice, plans
 from tilewise.dispatch.plans import Entry
 
 LSE, NO_LSE = Request(), Request(lse=False)
-_server: Any = None  # a callable, see `served_by`; what is public of it, `context_parallel` has
+
+
+class Server(Protocol):
+    """What answers all calls in place of a backend, as `context_parallel` has one: see `served_by`."""
+
+    def __call__(
+        self, inputs: Inputs, options: Options, backend: str | None, request: Request, /
+    ) -> tuple[Tensor, Any]:
+        """out and lse."""
+
+    def all_columns(self, mask: Tensor, /) -> Tensor:
+        """What a mask of the keys of this rank says, of the keys of all ranks."""
+
+    def refuse(self, error: Exception, /) -> None:
+        """Tell other ranks, which wait for this call, that it is refused."""
+
+
+_server: Server | None = None
 
 
 class _Thread(threading.local):
@@ -41,8 +58,8 @@ _thread = _Thread()
 
 
 @contextlib.contextmanager
-def served_by(server: Callable[..., tuple[Tensor, Any]]) -> Iterator[None]:
-    """Inside, `server(inputs, options, backend, request)` answers all calls, in every thread.
+def served_by(server: Server) -> Iterator[None]:
+    """Inside, the server answers all calls, in every thread.
 
     Calls that the server itself makes are answered as ever.
     """
@@ -61,7 +78,7 @@ def is_served() -> bool:
 
 def all_columns(mask: Tensor) -> Tensor:
     """What a mask of the keys of this rank says, of the keys of all ranks if a server answers."""
-    return _server.all_columns(mask) if is_served() else mask
+    return mask if _server is None or _thread.is_serving else _server.all_columns(mask)
 
 
 def is_unheard() -> bool:
@@ -84,15 +101,16 @@ def heard(face: Callable[..., Any], arguments: dict[str, Any]) -> Any:
 
 def refuse(error: Exception) -> None:
     """Tell the server's other ranks, which wait for this call, that it is refused: once for each error."""
-    if is_served() and not getattr(error, "is_told", False):
+    if _server is not None and not _thread.is_serving and not getattr(error, "is_told", False):
         error.is_told = True  # type: ignore[attr-defined]
         _server.refuse(error)
 
 
 def _served(*call: Any) -> tuple[Tensor, Any]:
+    assert _server is not None
     _thread.is_serving = True
     try:
-        return _server(*call)  # type: ignore[no-any-return]
+        return _server(*call)
     except Exception as error:
         error.is_told = True  # type: ignore[attr-defined]
         raise
