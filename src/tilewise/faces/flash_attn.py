@@ -255,7 +255,8 @@ def flash_attn_varlen_func(
         cu_seqlens_q, cu_seqlens_k: (batch + 1,) int32 or int64: each sequence's first row, and the total.
         max_seqlen_q, max_seqlen_k: the longest sequence.
         block_table: (batch, pages a sequence) int32 or int64: each sequence's pages in k and v. They are read
-            where they lie; for a gradient or dropout the rows in use are copied together.
+            where they lie, and on a GPU checked there (`tilewise.check_errors`); for a gradient or dropout
+            the rows in use are copied together.
 
     The other arguments, returns and errors are those of the module.
 
