@@ -276,6 +276,18 @@ def test_matches_the_reference(name: str):
                 assert_close(alone, target, limit, "dbias alone", 1.0 if is_long_sum else 1e-2)
 
 
+@pytest.mark.parametrize("keys", [LONGER, 300])
+@pytest.mark.parametrize("bound", [2**31 - 1, 2**31 + 5])
+def test_a_window_longer_than_any_sequence_hides_nothing(bound: int, keys: int):
+    """Positions are added to its edges in 32 bits."""
+    inputs = dense(1, keys)
+    options = Options(window_left=bound), Options(window_right=bound), Options()
+    found = [launch.forward(solve(inputs, own), inputs) for own in options]
+    for out, lse in found[:2]:
+        assert_close(out, found[2][0].double(), 4e-6, "out")
+        assert_close(lse, found[2][1].double(), 4e-6, "lse")
+
+
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("name", ["causal", "packed_everything"])
 def test_dk_and_dv_apart_are_as_together(name: str):
