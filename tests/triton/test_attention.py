@@ -131,6 +131,7 @@ CASES: dict[str, Any] = {
     "bias_half_apart": lambda: (dense(bias=bias(1, 2, LONG, LONGER, dtype=torch.bfloat16)), Options()),
     "sinks": lambda: (dense(LONGER, LONG, sinks=randn(2)), Options(causal=True)),
     "sink_absent": lambda: (dense(sinks=lengths(0, 1).log()), Options()),
+    "sink_absent_no_tiles": lambda: (dense(LONGER, LONG, sinks=lengths(0, 1).log()), Options(causal=True)),
     "dropout": lambda: (dense(batch=2, dropout_seed=seed()), Options(dropout_p=0.3)),
     "dropout_high": lambda: (dense(dropout_seed=seed(), bias=bias(1, 1, LONG, 1)), Options(dropout_p=0.8)),
     "one_query": lambda: (dense(1), Options(causal=True)),
