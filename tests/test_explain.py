@@ -29,6 +29,18 @@ def test_reasons_and_choice():
     assert tilewise.explain(x, x, x, backend="tiled").backend == "tiled"
 
 
+def test_a_backend_that_has_no_backward_serves_calls_without_gradients():
+    cache = tilewise.PagedKVCache(4, 16, 2, 16, dtype=torch.float32)
+    cache.allocate()
+    query = torch.zeros(1, 1, 2, 16)
+    e = tilewise.explain(query, cache, backend="tiled")
+    assert (e.backend, e.backward_backend) == ("tiled", "tiled")
+    e = tilewise.explain(query, cache, backend="llvm")
+    assert (e.backend, e.backward_backend) == ("llvm", None) and "(backward: none)" in str(e)
+    with pytest.raises(NotImplementedError, match="has no gradient of keys in pages"):
+        tilewise.explain(query.requires_grad_(), cache, backend="llvm")
+
+
 def test_it_reads_well():
     x = torch.zeros(9, 2, 16)
     cu = torch.tensor([0, 4, 9])

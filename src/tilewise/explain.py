@@ -53,7 +53,8 @@ class Explanation:
 
     Attributes:
         backend: the backend that serves the forward.
-        backward_backend: the one that serves the backward.
+        backward_backend: the one that serves the backward; None if the one asked for has no such backward,
+            of a call without gradients.
         reasons: for every backend, why it does not serve the call; None if it would.
         flops: of the forward: 2 for each multiply-add of the (query, key) pairs that lengths, causal and
             window leave. What only a mask, mask function or block mask hides is counted, also in bytes.
@@ -68,7 +69,7 @@ class Explanation:
     """
 
     backend: str
-    backward_backend: str
+    backward_backend: str | None
     reasons: dict[str, str | None]
     flops: int
     bytes: int
@@ -103,7 +104,7 @@ class Explanation:
             f"{p.num_heads}/{p.num_kv_heads} heads of {p.head_dim}/{p.head_dim_v}, {p.dtype}".replace(
                 "torch.", ""
             ),
-            f"backend    {self.backend} (backward: {self.backward_backend})",
+            f"backend    {self.backend} (backward: {self.backward_backend or 'none'})",
         ]
         rows += [f"           not {name}: {why}" for name, why in self.reasons.items() if why is not None]
         if self.from_functions:
@@ -181,7 +182,7 @@ def explain(query: Tensor, *args: Any, **options: Any) -> Explanation:
     aux = check_aux(given["return_aux"])
     return Explanation(
         backend=forward,
-        backward_backend=dispatch.choose(of_gradient(problem), backend, is_backward=True),
+        backward_backend=_backward_backend(problem, backend),
         reasons=dispatch.refusals(problem),
         flops=_flops(problem, sequences),
         bytes=_bytes(problem, inputs, sequences),
@@ -191,6 +192,15 @@ def explain(query: Tensor, *args: Any, **options: Any) -> Explanation:
         from_functions=_from_functions(before, call, inputs, given),
         statistics={} if aux is None else servers(problem, aux, backend, forward),
     )
+
+
+def _backward_backend(problem: AttentionProblem, backend: str | None) -> str | None:
+    try:
+        return dispatch.choose(of_gradient(problem), backend, is_backward=True)
+    except NotImplementedError:
+        if problem.needs_grad:
+            raise
+        return None
 
 
 def _from_functions(before: Options, call: Options, inputs: Inputs, given: dict[str, Any]) -> tuple[str, ...]:

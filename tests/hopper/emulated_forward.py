@@ -131,6 +131,7 @@ CASES: dict[str, tuple[Any, Any, int, int, int, int, dict[str, Any]]] = {
     "bias_d256": (300, 200, 2, 2, 256, 256, {"bias": "transposed", "alibi": 1}),
     "distances": (300, 290, 4, 2, 128, 128, {"distances": True}),
     "distances_causal_d64": (400, 301, 3, 1, 64, 64, {"distances": True, "causal": True}),
+    "distances_one_head": (64, 260, 1, 1, 64, 64, {"distances": True}),
     "distances_few_queries": (5, 400, 8, 2, 128, 128, {"distances": True, "dropout_p": 0.2, "softcap": 3.0}),
     "distances_steep_window": (
         300,

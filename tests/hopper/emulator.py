@@ -367,7 +367,7 @@ class Pointer:
     """Pointers to scalars in global memory: one, or one for each element of a tile of offsets."""
 
     def __init__(self, base: torch.Tensor, offset: Any = 0) -> None:
-        if not base.is_contiguous():  # a view, before which a kernel may read
+        if base.storage_offset() or not base.is_contiguous():  # a view, before which a kernel may read
             offset = offset + base.storage_offset()
             base = base.as_strided((base.untyped_storage().nbytes() // base.itemsize,), (1,), 0)
         self.base, self.offset = base.view(-1), offset

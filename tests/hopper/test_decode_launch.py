@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -65,6 +66,13 @@ def test_row_tiles_are_known_at_compile_time(queries: int, heads: int):
     problem = cached(queries, heads=heads)
     cfg = decode_launch.decode_config(problem)
     assert (decode_launch.row_tiles(problem, cfg) > 1) == cfg.HAS_ROW_TILES == (queries * heads > 64)
+
+
+@pytest.mark.parametrize("bound", [2**31 - 1, 2**35])
+def test_positions_and_a_window_fit_32_bits(bound: int):
+    problem = dataclasses.replace(cached(), causal=False, window_left=bound, window_right=bound)
+    sizes = decode_launch.decode_sizes(problem, decode_launch.decode_config(problem), 2)
+    assert max(sizes.window_left, sizes.window_right) + sizes.seqlen_k < 2**30
 
 
 def test_small_pages_are_read_whole():

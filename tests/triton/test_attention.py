@@ -131,6 +131,7 @@ CASES: dict[str, Any] = {
     "bias_half_apart": lambda: (dense(bias=bias(1, 2, LONG, LONGER, dtype=torch.bfloat16)), Options()),
     "sinks": lambda: (dense(LONGER, LONG, sinks=randn(2)), Options(causal=True)),
     "sink_absent": lambda: (dense(sinks=lengths(0, 1).log()), Options()),
+    "sink_absent_no_tiles": lambda: (dense(LONGER, LONG, sinks=lengths(0, 1).log()), Options(causal=True)),
     "dropout": lambda: (dense(batch=2, dropout_seed=seed()), Options(dropout_p=0.3)),
     "dropout_high": lambda: (dense(dropout_seed=seed(), bias=bias(1, 1, LONG, 1)), Options(dropout_p=0.8)),
     "one_query": lambda: (dense(1), Options(causal=True)),
@@ -274,6 +275,18 @@ def test_matches_the_reference(name: str):
                 with torch.no_grad():
                     alone = launch.bias_gradient(problem, inputs, Known(out, lse), dout, dlse).bias
                 assert_close(alone, target, limit, "dbias alone", 1.0 if is_long_sum else 1e-2)
+
+
+@pytest.mark.parametrize("keys", [LONGER, 300])
+@pytest.mark.parametrize("bound", [2**31 - 1, 2**31 + 5])
+def test_a_window_longer_than_any_sequence_hides_nothing(bound: int, keys: int):
+    """Positions are added to its edges in 32 bits."""
+    inputs = dense(1, keys)
+    options = Options(window_left=bound), Options(window_right=bound), Options()
+    found = [launch.forward(solve(inputs, own), inputs) for own in options]
+    for out, lse in found[:2]:
+        assert_close(out, found[2][0].double(), 4e-6, "out")
+        assert_close(lse, found[2][1].double(), 4e-6, "lse")
 
 
 @pytest.mark.sample(1)

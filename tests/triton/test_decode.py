@@ -105,7 +105,7 @@ def test_every_option(case: str, queries: int, is_paged: bool, dtype: torch.dtyp
     k, v = (randn(batch, max(LENGTHS), kv_heads, d, dtype=dtype) for d in (dim, dim_v))
     capacity = -(-max(LENGTHS) // PAGE) * PAGE if is_paged else max(LENGTHS)
     given = {
-        "sinks": randn(heads),
+        "sinks": torch.cat([torch.tensor([-torch.inf], device=DEVICE), randn(heads - 1)]),
         "alibi_slopes": torch.rand(batch, heads, device=DEVICE),
         "bias": randn(batch, heads, queries, capacity),
         "mask": torch.rand(batch, 1, queries, capacity, device=DEVICE) < 0.7,

@@ -227,7 +227,9 @@ def _again_decode(
         return None
     allocators = [None if n is None else allocator(query, *n) for n in new]
 
-    def again(given: Any) -> Results:
+    def again(given: Any) -> Results | None:
+        if plans[0].is_watched():  # whose launches are made anew, of tensors in "bshd"
+            return None
         tensors = decode_launch.CachedTensors(*given)
         fresh = [None if allocate is None else allocate() for allocate in allocators]
         for found, step in zip(plans, decode_launch.steps(kernels, config, workers, tensors, fresh)):

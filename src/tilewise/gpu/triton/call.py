@@ -37,6 +37,7 @@ L2_SWIZZLE_BYTES = 24 << 20
 # key, two tiles ahead. Other GPUs have half of it.
 CAPTURED_BYTES = 65 << 10
 SMALLEST_SCALE = 1e-30  # of scores whose ALiBi is divided by it and stays finite
+MOST_WINDOW = 1 << 30  # beyond every length: kernels add a window's edge to positions in 32 bits
 
 _N = len(Inputs._fields)
 _CONTIGUOUS = (
@@ -199,6 +200,9 @@ class Call:
     def sizes(self, num_tiles: int = 0, num_bh: int = 0, l2_swizzle: int = 0) -> Any:
         problem = self.problem
         visibility = problem.visibility()
+        left, right = (
+            None if edge is None else min(edge, MOST_WINDOW) for edge in (visibility.left, visibility.right)
+        )
         table = self.inputs.page_table
         return Sizes(
             batch=problem.batch,
@@ -207,8 +211,8 @@ class Call:
             seqlen_k=self.seqlen_k,
             stride_page_table=0 if table is None else table.shape[1],
             num_pages=len(self.inputs.key),
-            window_left=visibility.left,
-            window_right=visibility.right,
+            window_left=left,
+            window_right=right,
             dropout_threshold=threshold(problem.dropout_p),
             num_tiles=num_tiles,
             num_bh=num_bh,

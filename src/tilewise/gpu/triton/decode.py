@@ -262,7 +262,7 @@ def attn_decode_merge_kernel(
     l = tl.zeros((MERGE_ROWS,), tl.float32)
     if sinks is not None:
         m = sink_maximum(tl.load(sinks + h, mask=row_exists, other=0.0), cfg)
-        l += 1.0
+        l = tl.where(m == float("-inf"), 0.0, 1.0)
     if ragged.errors is not None:
         l += length_poison(b, sizes, ragged)
     acc = tl.zeros((MERGE_ROWS, BLOCK_DV), tl.float32)

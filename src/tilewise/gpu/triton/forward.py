@@ -71,7 +71,7 @@ def attn_fwd_kernel(
     acc = zero_tile(BLOCK_M, V)
     if extras.sinks is not None:  # the state after a key of logit `sink` and value 0
         m = tl.zeros((BLOCK_M,), tl.float32) + sink_maximum(tl.load(extras.sinks + seq.h), cfg)
-        l = tl.zeros((BLOCK_M,), tl.float32) + 1.0
+        l = tl.where(m == float("-inf"), 0.0, 1.0)
     else:
         m = tl.full((BLOCK_M,), float("-inf"), tl.float32)
         l = tl.zeros((BLOCK_M,), tl.float32)

@@ -43,10 +43,11 @@ def shared_dbias(
     is_early: between the kernel of row statistics and this one stands another, which has waited.
     """
     bias = inputs.bias
-    assert bias is not None
+    assert bias is not None and problem.bias_shape is not None
+    if problem.bias_of_distances and 0 in (problem.seqlen_q, problem.seqlen_k):  # there are no tiles
+        return bias.new_zeros(*problem.bias_shape[:2], max(0, problem.seqlen_q + problem.seqlen_k - 1))
     tile = tile or table_tile("dbias", problem, bias.device)
     assert tile is not None
-    assert problem.bias_shape is not None
     splits, sizes = _bias_sizes(problem, problem.bias_shape, tile)
     dtype = bias.dtype if splits == 1 else torch.float32  # one split is the result, rounded as it is stored
     batch, *shape = problem.bias_shape
