@@ -8,7 +8,7 @@ import torch
 from cases import close
 
 from tilewise import Aux, attention, attention_varlen, reference
-from tilewise.distributed import context_parallel, unshard
+from tilewise.distributed import context_parallel, shard, unshard
 
 
 def inside_context(group, seed, face, balance, cu_seqlens):
@@ -50,6 +50,18 @@ def inside_context(group, seed, face, balance, cu_seqlens):
     gradients = reference.attention_backward(dout, *tensors, causal=True, **packed)
     for g, name in zip(grads, ("query", "key", "value")):
         close(unshard(g, seqlen=n, **where), lead(getattr(gradients, name)), f"d{name}")
+
+
+def buffers_that_share_memory(group):
+    """Token ids and labels as views of one batch, one of them named twice, and one row for all."""
+    batch, row = torch.arange(18).view(2, 9), torch.arange(8).expand(2, 8)
+    views = [batch[:, :-1], batch[:, 1:], batch[:, 1:], row]
+    before = [t.clone() for t in (*views, batch)]
+    own = [shard(t.clone(), group=group) for t in views]
+    views[2] = views[1]
+    with context_parallel(group=group, buffers=views, buffer_seq_dims=[1] * 4):
+        assert all(map(torch.equal, views, own))
+    assert all(map(torch.equal, (*views, batch), before))
 
 
 def scores_in_context(group, face, kind):

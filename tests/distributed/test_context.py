@@ -17,6 +17,10 @@ def test_calls_are_those_of_the_whole_sequence(pool, face, balance, cu_seqlens):
     pool.run(world, CASES, "inside_context", world, face, balance, cu_seqlens)
 
 
+def test_buffers_may_share_memory(pool):
+    pool.run(2, CASES, "buffers_that_share_memory")
+
+
 @pytest.mark.parametrize("face", ["sdpa", "attention"])
 @pytest.mark.parametrize("kind", ["mask", "mask rows", "bias", "bias rows"])
 def test_masks_and_biases_have_columns_of_the_whole_sequence(pool, face, kind):
