@@ -29,6 +29,8 @@ def test_masks_and_biases_have_columns_of_the_whole_sequence(pool, face, kind):
 
 REFUSED = {
     "documents": "cu_seqlens", "function": "packed calls", "statistics": "return_aux",
+    "chunks": "attention_chunk", "weights": "return_attn_probs", "cache": "kvcache",
+    "block mask": "block_mask",
 }  # fmt: skip
 
 
@@ -41,6 +43,7 @@ def test_what_is_not_served_raises(pool, change):
 REFUSED_BY_ONE = {
     "window": "window", "statistics": "return_aux", "name": "casual", "mask": "mask.shape", "dimensions": "",
     "documents": "cu_seqlens", "dropout": "dropout_p", "dtensor": "DTensors",
+    "flash": "window_size", "flash 3": "attention_chunk", "flex": "kernel_options",
 }  # fmt: skip
 CONTEXTS = {
     "balance": "balance",

@@ -11,6 +11,7 @@ from tilewise import KVCache, reference
 from tilewise.distributed import (
     attention_with_split_cache,
     context_parallel_attention,
+    unshard,
 )
 
 
@@ -166,6 +167,17 @@ def on_odd_dtensors(group, layout):
     close(lse.full_tensor(), exact[1], "lse")
     for g, name in zip(torch.autograd.grad(out, leaves, dout), ("query", "key", "value")):
         close(swap(g.full_tensor()), getattr(wanted, name), f"d{name}")
+    found = []
+    for change in ({"layout": "sbhd"}, {"seqlen": 10}, {"sinks": dout}):
+        try:
+            context_parallel_attention(*leaves, **{"layout": form, "cu_seqlens": ends} | change)
+        except (TypeError, ValueError) as error:
+            found.append(str(error))
+    try:
+        unshard(dout, group=group)
+    except TypeError as error:
+        found.append(str(error))
+    return found
 
 
 def ring_flash_attn_names(group, name):

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from tilewise.autograd import functions
-from tilewise.core.checks import check_tensors, shown
+from tilewise.core.checks import shown
 from tilewise.core.problem import Inputs, Options
 from tilewise.core.signature import Request
 from tilewise.distributed.attention import Call, Where, attend
 from tilewise.distributed.faults import agree
-from tilewise.distributed.layout import Layout, check_dim, is_dtensor, layout_of, shard, unshard
-from tilewise.distributed.ranks import Ranks, ranks_of
+from tilewise.distributed.layout import Layout, check_dim, layout_of, shard, unshard
+from tilewise.distributed.ranks import Ranks, check_plain, is_dtensor, ranks_of
 from tilewise.faces.sdpa import scaled_dot_product_attention
 
 
@@ -110,7 +110,7 @@ def _total(buffers: Sequence[Tensor], dims: Sequence[int], seqlen: int | None) -
         )
     for number, (buffer, dim) in enumerate(zip(buffers, dims, strict=True)):
         name = f"buffers[{number}]"
-        check_tensors(**{name: buffer})
+        check_plain(**{name: buffer})
         if buffer.requires_grad:
             raise ValueError(f"{name} requires grad, must not: it is cut in place")
         if buffer.is_inference() and not torch.is_inference_mode_enabled():
