@@ -203,11 +203,19 @@ def ring_flash_attn_names(group, name):
     packed = {"cu_seqlens_q": ends, "cu_seqlens_k": ends} if "varlen" in name else {}
     exact, exact_lse = reference.attention(*whole, causal=True, window=(9, None), **packed)
     local = (ends // world, max(lengths) // world) if packed else ()
-    options = {"causal": True, "window_size": (9, -1), "return_attn_probs": True, "group": group}
+    options = {"causal": True, "window_size": (9, -2), "return_attn_probs": True, "group": group}
     out, lse, probs = getattr(ring_flash_attn, name)(*map(cut, whole), *local, **options)
     close(out, cut(exact), "out")
     close(lse, cut(exact_lse.transpose(-1, -2)).transpose(-1, -2), "lse")
     assert probs is None
+    for change in ({"window_size": 9}, {"cu_seqlens": [0, 3]} if packed else {"k": None}):
+        given = dict(zip(("q", "k", "v", "cu_seqlens", "max_seqlen"), (*map(cut, whole), *local))) | options
+        try:
+            getattr(ring_flash_attn, name)(**given | (change if rank == 0 else {}))
+        except (TypeError, ValueError) as error:
+            assert next(iter(change)) in str(error) and (rank == 0 or "rank 0" in str(error))
+        else:
+            raise AssertionError(f"{change} was taken")
 
 
 def sink_of_no_weight(group):
