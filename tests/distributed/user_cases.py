@@ -7,7 +7,7 @@ from unittest import mock
 import torch
 from cases import close
 
-from tilewise import KVCache, reference
+from tilewise import KVCache, PagedKVCache, reference
 from tilewise.distributed import (
     attention_with_split_cache,
     context_parallel_attention,
@@ -49,18 +49,23 @@ def overflow(group):
         return str(error)
 
 
-def decode_apart(group, change):
+def decode_apart(group, change, is_paged):
     """The last rank has another cache, or another argument."""
     is_last, x = torch.distributed.get_rank(group) == 1, torch.ones(1, 1, 2, 8)
     heads = 1 if change == "heads" and is_last else 2
     head_dim_v = 16 if change == "head_dim_v" and is_last else 8
-    cache = KVCache(1, 4, heads, 8, head_dim_v=head_dim_v, dtype=torch.float32)
+    sizes = {"head_dim_v": head_dim_v, "dtype": torch.float32}
+    own = cache = KVCache(1, 4, heads, 8, **sizes)
+    if is_paged:
+        own = cache = PagedKVCache(1, 16, heads, 8, **sizes)
+        cache.allocate()
     value = None if change == "value" and is_last else x
     sinks = torch.ones(2) if change == "sinks" and is_last else None
     cache = None if change == "cache" and is_last else cache
     try:
         attention_with_split_cache(x, cache, x, value, sinks=sinks, group=group)
     except Exception as error:
+        assert (own.length(0) if is_paged else own.lengths.item()) == 0
         return str(error)
 
 
