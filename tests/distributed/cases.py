@@ -433,7 +433,8 @@ def disagree(group, change):
         q = q.requires_grad_() if change == "requires_grad" else q
         options = {"causal": False} if change == "option" else options
         options |= {"window": (-1, 0)} if change == "error" else {}
-        q = q[0, 0] if change == "dimensions" else q
+        q = q[0, 0, 0] if change == "dimensions" else q
+        q = q.to("meta") if change == "meta" else q
         options |= {"mask_mod": lambda b, h, i, j: (i > j) & [][0]} if change == "function" else {}
     options |= {"backend": "hopper"} if change == "backend" else {}
     try:

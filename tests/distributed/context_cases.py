@@ -7,8 +7,8 @@ import importlib.util
 import torch
 from cases import close
 
-from tilewise import Aux, attention, attention_varlen, reference
-from tilewise.distributed import context_parallel, unshard
+from tilewise import Aux, attention, attention_varlen, flash_attn, flash_attn_3, flex_attention, reference
+from tilewise.distributed import context_parallel, shard, unshard
 
 
 def inside_context(group, seed, face, balance, cu_seqlens):
@@ -52,6 +52,18 @@ def inside_context(group, seed, face, balance, cu_seqlens):
         close(unshard(g, seqlen=n, **where), lead(getattr(gradients, name)), f"d{name}")
 
 
+def buffers_that_share_memory(group):
+    """Token ids and labels as views of one batch, one of them named twice, and one row for all."""
+    batch, row = torch.arange(18).view(2, 9), torch.arange(8).expand(2, 8)
+    views = [batch[:, :-1], batch[:, 1:], batch[:, 1:], row]
+    before = [t.clone() for t in (*views, batch)]
+    own = [shard(t.clone(), group=group) for t in views]
+    views[2] = views[1]
+    with context_parallel(group=group, buffers=views, buffer_seq_dims=[1] * 4):
+        assert all(map(torch.equal, views, own))
+    assert all(map(torch.equal, (*views, batch), before))
+
+
 def scores_in_context(group, face, kind):
     """A mask or a bias, by rows or of one row: this rank's rows, columns of the whole sequence."""
     torch.manual_seed(1)
@@ -89,12 +101,19 @@ def refused_in_context(group, change):
         "documents": lambda: attention_varlen(x[0], x[0], x[0], ends, ends),
         "function": lambda: attention_varlen(x[0], x[0], x[0], ends[::2], ends[::2], mask_mod=unequal),
         "statistics": lambda: attention(x, x, x, return_aux=Aux(entropy=True)),
+        "chunks": lambda: flash_attn_3.flash_attn_func(x, x, x, causal=True, attention_chunk=6),
+        "weights": lambda: flash_attn.flash_attn_func(x, x, x, 0.5, return_attn_probs=True),
+        "cache": lambda: flash_attn.flash_attn_with_kvcache(x, cache, cache, x, x, cache_seqlens=0),
+        "block mask": lambda: flex_attention.flex_attention(*heads_first, block_mask=blocks),
     }
+    cache, heads_first = torch.zeros_like(x), [x.transpose(1, 2)] * 3
+    blocks = flex_attention.create_block_mask(unequal, None, None, 5, 5, device="cpu")
     try:
         with context_parallel(group=group, seqlen=10):
             calls[change]()
     except (NotImplementedError, ValueError) as error:
         assert attention(x, x, x).shape == x.shape  # outside all is as before
+        assert not cache.any()
         return str(error)
     return None
 
@@ -112,6 +131,11 @@ def refused_on_a_rank(group, change):
         "documents": lambda: attention_varlen(x[0], x[0], x[0], *[ends if is_last else ends[::2]] * 2),
         "dropout": lambda: getattr(torch.nn.functional, sdpa)(
             *[x.transpose(1, 2)] * 3, dropout_p=2.0 if is_last else 0.0
+        ),
+        "flash": lambda: flash_attn.flash_attn_func(x, x, x, window_size=5 if is_last else (-1, -1)),
+        "flash 3": lambda: flash_attn_3.flash_attn_func(x, x, x, attention_chunk=-1 if is_last else 0),
+        "flex": lambda: flex_attention.flex_attention(
+            *[x.transpose(1, 2)] * 3, kernel_options=is_last or None
         ),
         "dtensor": lambda: attention(*[_on_one_mesh(x) if is_last else x] * 3),
     }

@@ -17,6 +17,10 @@ def test_calls_are_those_of_the_whole_sequence(pool, face, balance, cu_seqlens):
     pool.run(world, CASES, "inside_context", world, face, balance, cu_seqlens)
 
 
+def test_buffers_may_share_memory(pool):
+    pool.run(2, CASES, "buffers_that_share_memory")
+
+
 @pytest.mark.parametrize("face", ["sdpa", "attention"])
 @pytest.mark.parametrize("kind", ["mask", "mask rows", "bias", "bias rows"])
 def test_masks_and_biases_have_columns_of_the_whole_sequence(pool, face, kind):
@@ -25,6 +29,8 @@ def test_masks_and_biases_have_columns_of_the_whole_sequence(pool, face, kind):
 
 REFUSED = {
     "documents": "cu_seqlens", "function": "packed calls", "statistics": "return_aux",
+    "chunks": "attention_chunk", "weights": "return_attn_probs", "cache": "kvcache",
+    "block mask": "block_mask",
 }  # fmt: skip
 
 
@@ -37,6 +43,7 @@ def test_what_is_not_served_raises(pool, change):
 REFUSED_BY_ONE = {
     "window": "window", "statistics": "return_aux", "name": "casual", "mask": "mask.shape", "dimensions": "",
     "documents": "cu_seqlens", "dropout": "dropout_p", "dtensor": "DTensors",
+    "flash": "window_size", "flash 3": "attention_chunk", "flex": "kernel_options",
 }  # fmt: skip
 CONTEXTS = {
     "balance": "balance",

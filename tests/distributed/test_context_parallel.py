@@ -187,7 +187,8 @@ def test_layouts(pool, balance):
         ("length", "seqlen"),
         ("requires_grad", "requires_grad must"),
         ("error", "window"),
-        ("dimensions", ""),
+        ("dimensions", "query.shape"),
+        ("meta", "meta device"),
         ("function", ""),
     ],
 )
@@ -244,7 +245,9 @@ def test_dtensors(pool, layout, packed):
 
 @pytest.mark.parametrize("layout", ["bshd", "bhsd", "packed"])
 def test_dtensors_of_odd_lengths(pool, layout):
-    pool.run(2, USER_CASES, "on_odd_dtensors", layout)
+    words = ("layout='sbhd'", "seqlen=10", "sinks is a DTensor", "x is a DTensor")
+    for found in pool.run(2, USER_CASES, "on_odd_dtensors", layout):
+        assert len(found) == 4 and all(w in message for w, message in zip(words, found))
 
 
 @pytest.mark.sample(1)

@@ -15,9 +15,10 @@ def test_steps(pool, world, sinks, softcap):
     pool.run(world, CASES, "decode", world, sinks, softcap)
 
 
+@pytest.mark.parametrize("is_paged", [False, True])
 @pytest.mark.parametrize("change", ["value", "sinks", "heads", "head_dim_v", "cache"])
-def test_ranks_that_disagree_all_raise(pool, change):
-    for message in pool.run(2, CASES, "decode_apart", change):
+def test_ranks_that_disagree_all_raise(pool, change, is_paged):
+    for message in pool.run(2, CASES, "decode_apart", change, is_paged):
         assert message is not None and ("on rank" in message or change == "cache"), message
 
 

@@ -7,10 +7,11 @@ from unittest import mock
 import torch
 from cases import close
 
-from tilewise import KVCache, reference
+from tilewise import KVCache, PagedKVCache, reference
 from tilewise.distributed import (
     attention_with_split_cache,
     context_parallel_attention,
+    unshard,
 )
 
 
@@ -48,18 +49,23 @@ def overflow(group):
         return str(error)
 
 
-def decode_apart(group, change):
+def decode_apart(group, change, is_paged):
     """The last rank has another cache, or another argument."""
     is_last, x = torch.distributed.get_rank(group) == 1, torch.ones(1, 1, 2, 8)
     heads = 1 if change == "heads" and is_last else 2
     head_dim_v = 16 if change == "head_dim_v" and is_last else 8
-    cache = KVCache(1, 4, heads, 8, head_dim_v=head_dim_v, dtype=torch.float32)
+    sizes = {"head_dim_v": head_dim_v, "dtype": torch.float32}
+    own = cache = KVCache(1, 4, heads, 8, **sizes)
+    if is_paged:
+        own = cache = PagedKVCache(1, 16, heads, 8, **sizes)
+        cache.allocate()
     value = None if change == "value" and is_last else x
     sinks = torch.ones(2) if change == "sinks" and is_last else None
     cache = None if change == "cache" and is_last else cache
     try:
         attention_with_split_cache(x, cache, x, value, sinks=sinks, group=group)
     except Exception as error:
+        assert (own.length(0) if is_paged else own.lengths.item()) == 0
         return str(error)
 
 
@@ -166,6 +172,17 @@ def on_odd_dtensors(group, layout):
     close(lse.full_tensor(), exact[1], "lse")
     for g, name in zip(torch.autograd.grad(out, leaves, dout), ("query", "key", "value")):
         close(swap(g.full_tensor()), getattr(wanted, name), f"d{name}")
+    found = []
+    for change in ({"layout": "sbhd"}, {"seqlen": 10}, {"sinks": dout}):
+        try:
+            context_parallel_attention(*leaves, **{"layout": form, "cu_seqlens": ends} | change)
+        except (TypeError, ValueError) as error:
+            found.append(str(error))
+    try:
+        unshard(dout, group=group)
+    except TypeError as error:
+        found.append(str(error))
+    return found
 
 
 def ring_flash_attn_names(group, name):
@@ -191,11 +208,19 @@ def ring_flash_attn_names(group, name):
     packed = {"cu_seqlens_q": ends, "cu_seqlens_k": ends} if "varlen" in name else {}
     exact, exact_lse = reference.attention(*whole, causal=True, window=(9, None), **packed)
     local = (ends // world, max(lengths) // world) if packed else ()
-    options = {"causal": True, "window_size": (9, -1), "return_attn_probs": True, "group": group}
+    options = {"causal": True, "window_size": (9, -2), "return_attn_probs": True, "group": group}
     out, lse, probs = getattr(ring_flash_attn, name)(*map(cut, whole), *local, **options)
     close(out, cut(exact), "out")
     close(lse, cut(exact_lse.transpose(-1, -2)).transpose(-1, -2), "lse")
     assert probs is None
+    for change in ({"window_size": 9}, {"cu_seqlens": [0, 3]} if packed else {"k": None}):
+        given = dict(zip(("q", "k", "v", "cu_seqlens", "max_seqlen"), (*map(cut, whole), *local))) | options
+        try:
+            getattr(ring_flash_attn, name)(**given | (change if rank == 0 else {}))
+        except (TypeError, ValueError) as error:
+            assert next(iter(change)) in str(error) and (rank == 0 or "rank 0" in str(error))
+        else:
+            raise AssertionError(f"{change} was taken")
 
 
 def sink_of_no_weight(group):

@@ -13,8 +13,10 @@ from torch import Tensor
 
 from tilewise.core.checks import check_tensors
 from tilewise.distributed import context_parallel_attention
+from tilewise.distributed.faults import agree
 from tilewise.distributed.layout import document_starts
 from tilewise.distributed.ranks import ranks_of
+from tilewise.faces import flash_attn_call
 
 Answer = Tensor | tuple[Tensor, Tensor, None]
 
@@ -98,12 +100,16 @@ def zigzag_ring_flash_attn_varlen_func(
     Raises:
         ValueError: a document's length does not divide by 2 * world.
     """
-    world = ranks_of(group).world
+    options = dropout_p, softmax_scale, causal, window_size, alibi_slopes, deterministic
+    return _attend(q, k, v, "documents", cu_seqlens, options, return_attn_probs, group)
+
+
+def _starts(cu_seqlens: Any, world: int) -> list[int]:
+    """The offsets of documents in the whole sequence, from those of a rank's parts."""
     starts = [start * world for start in document_starts(cu_seqlens)]
     if any(start % (2 * world) for start in starts):
         raise ValueError(f"cu_seqlens={starts} of all ranks must divide by {2 * world}, twice their number")
-    options = dropout_p, softmax_scale, causal, window_size, alibi_slopes, deterministic
-    return _attend(q, k, v, "documents", starts, options, return_attn_probs, group)
+    return starts
 
 
 def _attend(
@@ -111,18 +117,25 @@ def _attend(
     k: Tensor,
     v: Tensor,
     balance: str,
-    starts: list[int] | None,
+    cu_seqlens: Any,
     options: tuple[Any, ...],
     return_attn_probs: bool,
     group: Any,
 ) -> Answer:
     """options: dropout_p, softmax_scale, causal, window_size, alibi_slopes and deterministic."""
     dropout_p, scale, causal, window_size, alibi_slopes, deterministic = options
-    check_tensors(q=q, k=k, v=v)
-    left, right = (None if side == -1 else side for side in window_size)
+    ranks, starts = ranks_of(group), None
+    try:
+        check_tensors(q=q, k=k, v=v)
+        checked = flash_attn_call.options(scale, causal, window_size, softcap=0.0)
+        if balance == "documents":
+            starts = _starts(cu_seqlens, ranks.world)
+    except (TypeError, ValueError) as error:  # the others have to hear of it
+        agree(ranks, dict, error, ranks.device)
+        raise
     out, lse = context_parallel_attention(
         q, k, v, group=group, method="ring", balance=balance, cu_seqlens=starts, causal=causal,
-        window=(left, right), alibi_slopes=alibi_slopes, dropout_p=dropout_p, scale=scale,
-        deterministic=deterministic, return_lse=True,
+        window=(checked.window_left, checked.window_right), alibi_slopes=alibi_slopes, dropout_p=dropout_p,
+        scale=scale, deterministic=deterministic, return_lse=True,
     )  # fmt: skip
     return (out, lse, None) if return_attn_probs else out

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tilewise.api import Window, canonical_inputs, draw_seed, to_bshd, window_bounds
+from tilewise.api import Window, canonical_inputs, check_layout, draw_seed, to_bshd, window_bounds
 from tilewise.core.checks import check_flag, check_number, shown
 from tilewise.core.dropout import SQUARE
 from tilewise.core.functions.call import Extent, MaskFunction, ScoreFunction, with_functions
@@ -19,10 +19,10 @@ from tilewise.distributed import engine
 from tilewise.distributed.cost import choose as choose_method, sizes_of
 from tilewise.distributed.faults import agree, batch_of_one, check_call, facts_of
 from tilewise.distributed.heads import heads_of, heads_to_tokens, swap_of, tokens_to_heads
-from tilewise.distributed.layout import Layout, group_of, is_dtensor, joined, layout_of, shards_of
+from tilewise.distributed.layout import Layout, group_of, joined, layout_of, shards_of
 from tilewise.distributed.network import Network, check_network, measured
 from tilewise.distributed.parts import Origin
-from tilewise.distributed.ranks import Ranks, flat_ranks, mesh_degree, ranks_of
+from tilewise.distributed.ranks import Ranks, flat_ranks, is_dtensor, mesh_degree, ranks_of
 from tilewise.distributed.schedule import Rules, make_schedule
 from tilewise.distributed.wire import reach_of
 
@@ -126,14 +126,17 @@ def context_parallel_attention(
         if group is not None or mesh is not None:
             raise ValueError("group and mesh must be None for DTensors, which have a mesh")
         dimensions = query.device_mesh.ndim  # type: ignore[attr-defined]
-        form = layout if cu_seqlens is None else "packed"
-        group = group_of(query, form)
+        form = "packed" if cu_seqlens is not None else "bhsd" if layout == "bhsd" else "bshd"
+        group, told = group_of(query, form), seqlen
         try:
+            check_layout(layout)
             query, key, value, seqlen, wrap = shards_of(query, key, value, form)
+            if told not in (None, seqlen):
+                raise ValueError(f"seqlen={shown(told)} must be the DTensors' {seqlen}, or None")
         except Exception as found:
             refusal = found
-        balance = balance or "contiguous"
-    balance = balance or "zigzag"
+        balance = "contiguous" if balance is None else balance
+    balance = "zigzag" if balance is None else balance
     inner = mesh_degree(mesh, method)
     ranks = ranks_of(group, mesh) if inner is None else flat_ranks(mesh, group)
 
@@ -148,6 +151,10 @@ def context_parallel_attention(
         options = Options(
             causal, *window_bounds(window), softcap, dropout_p, scale, deterministic, None, None, precision
         )
+        if q.ndim != 4:
+            raise ValueError(
+                f"query.shape={tuple(query.shape)} must be (batch, tokens of the rank, heads, dim)"
+            )
         tokens = layout_of(ranks, balance, seqlen, cu_seqlens, q.shape[1])
         whole = _extent(inputs, tokens, cu_seqlens is not None)
         inputs, options = with_functions(inputs, options, mask_mod, score_mod, is_shard=True, whole=whole)

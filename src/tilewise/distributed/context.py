@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from tilewise.autograd import functions
-from tilewise.core.checks import check_tensors, shown
+from tilewise.core.checks import shown
 from tilewise.core.problem import Inputs, Options
 from tilewise.core.signature import Request
 from tilewise.distributed.attention import Call, Where, attend
 from tilewise.distributed.faults import agree
-from tilewise.distributed.layout import Layout, check_dim, is_dtensor, layout_of, shard, unshard
-from tilewise.distributed.ranks import Ranks, ranks_of
+from tilewise.distributed.layout import Layout, check_dim, layout_of, shard, unshard
+from tilewise.distributed.ranks import Ranks, check_plain, is_dtensor, ranks_of
 from tilewise.faces.sdpa import scaled_dot_product_attention
 
 
@@ -90,19 +90,17 @@ def context_parallel(
 
     agree(ranks, facts, error, ranks.device)
     calls = _Calls(ranks, layout, method, balance, cu_seqlens is not None)
-    whole = [None if id(b) in kept else b.detach().clone() for b in buffers]
+    whole = [b.detach() for b in buffers]
+    shards = [shard(b, dim=dim, **where) for b, dim in zip(whole, buffer_seq_dims, strict=True)]
     sdpa = torch.nn.functional.scaled_dot_product_attention
     try:
-        for buffer, dim in zip(buffers, buffer_seq_dims, strict=True):
-            _replace(buffer, shard(buffer.detach(), dim=dim, **where))
+        _replace(buffers, shards)
         torch.nn.functional.scaled_dot_product_attention = scaled_dot_product_attention
         with functions.served_by(calls):
             yield
     finally:
         torch.nn.functional.scaled_dot_product_attention = sdpa
-        for buffer, before in zip(buffers, whole, strict=True):
-            if before is not None:
-                _replace(buffer, before)
+        _replace(buffers, [b if id(b) in kept else t for b, t in zip(buffers, whole, strict=True)])
 
 
 def _total(buffers: Sequence[Tensor], dims: Sequence[int], seqlen: int | None) -> int | None:
@@ -112,9 +110,11 @@ def _total(buffers: Sequence[Tensor], dims: Sequence[int], seqlen: int | None) -
         )
     for number, (buffer, dim) in enumerate(zip(buffers, dims, strict=True)):
         name = f"buffers[{number}]"
-        check_tensors(**{name: buffer})
+        check_plain(**{name: buffer})
         if buffer.requires_grad:
             raise ValueError(f"{name} requires grad, must not: it is cut in place")
+        if buffer.is_inference() and not torch.is_inference_mode_enabled():
+            raise ValueError(f"{name} was made in inference mode, must not outside of it: it is cut in place")
         check_dim(dim, buffer.ndim, f"buffer_seq_dims[{number}]")
         if seqlen is not None and buffer.shape[dim] != seqlen:
             raise ValueError(f"{name} has {buffer.shape[dim]} tokens, must have {seqlen} as all others")
@@ -122,9 +122,11 @@ def _total(buffers: Sequence[Tensor], dims: Sequence[int], seqlen: int | None) -
     return seqlen
 
 
-def _replace(buffer: Tensor, by: Tensor) -> None:
-    buffer.resize_(by.shape)
-    buffer.copy_(by)
+@torch.no_grad()
+def _replace(buffers: Sequence[Tensor], by: Sequence[Tensor]) -> None:
+    """Give buffers other memory: what they had may be that of a batch, of which several are views."""
+    for buffer, t in zip(buffers, by, strict=True):
+        buffer.set_(t)  # type: ignore[call-overload]
 
 
 _UNSERVED = ("seqlens_k", "leftpad_k", "page_table")

@@ -50,7 +50,8 @@ def attention_with_split_cache(
         also lse (batch, num_heads, new_tokens). Merged in float32 (float64 for float64).
 
     Raises:
-        ValueError, TypeError: as `attention_with_cache`; on CPU groups, or if TILEWISE_DEBUG=1, on all ranks.
+        ValueError, TypeError: as `attention_with_cache`; on CPU groups, or if TILEWISE_DEBUG=1, on all ranks,
+            and no cache has grown.
         NotImplementedError: query requires grad.
 
     Example:
@@ -60,6 +61,7 @@ def attention_with_split_cache(
     """
     ranks = ranks_of(group, mesh)
     error = found = None
+    is_owner = ranks.rank == owner
     try:
         check_tensors(query=query)
         check_flag("return_lse", return_lse)
@@ -67,7 +69,6 @@ def attention_with_split_cache(
             raise ValueError(f"owner={shown(owner)} must be a rank of the group, 0 to {ranks.world - 1}")
         if query.requires_grad and torch.is_grad_enabled():
             raise NotImplementedError("query with gradient is not served: decode under torch.no_grad()")
-        is_owner = ranks.rank == owner
         found = attention_with_cache(
             query, cache, key if is_owner else None, value if is_owner else None,
             causal=is_owner and key is not None, softcap=softcap,
@@ -84,7 +85,12 @@ def attention_with_split_cache(
             "owner": owner, "softcap": softcap, "scale": scale, "return_lse": return_lse,
         }  # fmt: skip
 
-    agree(ranks, facts, error, query.device if isinstance(query, Tensor) else torch.device("cpu"))
+    try:
+        agree(ranks, facts, error, query.device if isinstance(query, Tensor) else torch.device("cpu"))
+    except Exception:
+        if found is not None and is_owner and key is not None:
+            _forget(cache, key.shape[1])
+        raise
     assert found is not None
     out, lse = found
     numbers = torch.cat((out.to(lse.dtype).flatten(), lse.flatten()))  # one message
@@ -95,6 +101,15 @@ def attention_with_split_cache(
     out, lse = total.finish()
     assert lse is not None
     return (out, lse) if return_lse else out
+
+
+def _forget(cache: KVCache | PagedKVCache, count: int) -> None:
+    """Take back tokens just appended, of a call that another rank refuses."""
+    if isinstance(cache, KVCache):
+        cache.advance(-count)
+        return
+    for sequence in cache.sequences:
+        cache.truncate(sequence, cache.length(sequence) - count)
 
 
 def _fact(t: Any) -> str:

@@ -12,14 +12,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tilewise.core.checks import check_tensors
 from tilewise.core.device_errors import IS_DEBUG
 from tilewise.core.dropout import SQUARE
 from tilewise.core.problem import Inputs, Options, describe_tensors, seen
 from tilewise.dispatch.choice import choose
 from tilewise.distributed.cost import fits, sizes_of
 from tilewise.distributed.layout import Layout
-from tilewise.distributed.ranks import Ranks, gather
+from tilewise.distributed.ranks import Ranks, check_plain, gather
 
 _GIVEN = ("mask", "bias", "alibi_slopes", "sinks")
 
@@ -39,6 +38,8 @@ def agree(
     Raises:
         Disagreement: naming the argument, its values and their ranks.
     """
+    if error is None and device.type == "meta" and ranks.world > 1:
+        error = NotImplementedError("tensors on the meta device are not served over several ranks")
     if ranks.group is None or not (ranks.is_cpu or IS_DEBUG):
         if error is not None:
             raise error
@@ -46,6 +47,8 @@ def agree(
     said = {n: str(v) for n, v in facts().items()} if error is None else {"error": str(error)}
     text = repr(sorted(said.items()))
     digest = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little", signed=True)
+    if ranks.is_cpu or device.type in ("cpu", "meta"):  # of an argument, which may be the wrong one
+        device = ranks.device
     digests = gather(torch.tensor([digest, error is not None], device=device), ranks).tolist()
     if all(d == [digest, 0] for d in digests):
         return
@@ -82,7 +85,8 @@ def check_call(inputs: Inputs, options: Options, *call: Any) -> int:
     Raises:
         ValueError, TypeError, NotImplementedError: an argument does not fit.
     """
-    check_tensors(**{name: t for name in _GIVEN if (t := getattr(inputs, name)) is not None})
+    given = ("query", "key", "value", *_GIVEN)
+    check_plain(**{name: t for name in given if (t := getattr(inputs, name)) is not None})
     try:
         return _checked(seen(inputs), options, *call)
     except TypeError:  # an option that cannot be hashed: the checks name it

@@ -21,8 +21,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tilewise.core.checks import check_tensors, shown
-from tilewise.distributed.ranks import Ranks, gather, ranks_of
+from tilewise.core.checks import shown
+from tilewise.distributed.ranks import Ranks, check_plain, gather, is_dtensor, ranks_of
 
 BALANCES = ("contiguous", "zigzag", "documents")
 DIMENSIONS = {"bshd": "bshd", "bhsd": "bhsd", "packed": "shd"}
@@ -203,7 +203,7 @@ def shard(
         >>> shard(torch.arange(6)[None]).tolist()  # without a process group: all tokens
         [[0, 1, 2, 3, 4, 5]]
     """
-    check_tensors(x=x)
+    check_plain(x=x)
     ranks = ranks_of(group, mesh)
     check_dim(dim, x.ndim)
     layout = layout_of(ranks, balance, x.shape[dim], cu_seqlens)
@@ -244,7 +244,7 @@ def unshard(
     ranks = ranks_of(group, mesh)
     error = layout = None
     try:
-        check_tensors(x=x)
+        check_plain(x=x)
         check_dim(dim, x.ndim)
         if seqlen is not None or cu_seqlens is not None:
             layout = layout_of(ranks, balance, seqlen, cu_seqlens, x.shape[dim])
@@ -329,17 +329,12 @@ def check_dim(dim: int, ndim: int, name: str = "dim") -> None:
         raise ValueError(f"{name}={shown(dim)} must be a dimension of a tensor that has {ndim}")
 
 
-def is_dtensor(t: Any) -> bool:
-    """Whether it is a DTensor; asking imports nothing."""
-    return isinstance(t, Tensor) and hasattr(t, "placements") and hasattr(t, "to_local")
-
-
 Wrap = Callable[[Tensor, Tensor | None], tuple[Tensor, Tensor | None]]
 
 
 def group_of(query: Any, layout: str) -> Any:
     """The ranks that share the sequence of a DTensor, of its mesh."""
-    mesh, names = query.device_mesh, DIMENSIONS.get(layout, "bshd")
+    mesh, names = query.device_mesh, DIMENSIONS[layout]
     if mesh.ndim == 1:
         return mesh.get_group()
     return mesh.get_group(_sharded(query, names).index("s"))

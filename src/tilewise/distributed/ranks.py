@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tilewise.core.checks import shown
+from tilewise.core.checks import check_tensors, shown
 from tilewise.core.torch_private import flat_mesh
 
 
@@ -161,6 +161,19 @@ def flat_ranks(mesh: Any, group: Any) -> Ranks:
         raise ValueError(f"mesh={shown(mesh)} must be None when group is given")
     flat = ranks_of(mesh=flat_mesh(mesh))
     return MeshRanks(flat.group, flat.rank, flat.world, flat.peers, mesh.get_group(0), mesh.get_group(1))
+
+
+def is_dtensor(t: Any) -> bool:
+    """Whether it is a DTensor; asking imports nothing."""
+    return isinstance(t, Tensor) and hasattr(t, "placements") and hasattr(t, "to_local")
+
+
+def check_plain(**tensors: Any) -> None:
+    """Raises TypeError unless all are tensors of this rank alone."""
+    check_tensors(**tensors)
+    for name, t in tensors.items():
+        if is_dtensor(t):
+            raise TypeError(f"{name} is a DTensor, must be a tensor of this rank alone: {name}.to_local()")
 
 
 def to_device(t: Tensor, device: torch.device) -> Tensor:

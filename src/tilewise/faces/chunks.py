@@ -57,6 +57,8 @@ def attention(inputs: Inputs, options: Options, chunk: int) -> tuple[Tensor, Ten
     """
     if chunk == 0:
         return autograd.attention(inputs, options, None)
+    if autograd.is_served():  # the keys at hand are not all, so chunks cannot be told from them
+        raise NotImplementedError("attention_chunk is not served inside of context_parallel")
     if not torch.compiler.is_compiling():
         check_values(describe(inputs, options), inputs, options)
     if inputs.query.numel() == 0 or _is_one_chunk(inputs, options, chunk):

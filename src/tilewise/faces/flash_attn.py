@@ -73,6 +73,8 @@ def flash_attn_qkvpacked_func(
         >>> flash_attn_qkvpacked_func(torch.ones(1, 4, 3, 2, 8), causal=True).shape
         torch.Size([1, 4, 2, 8])
     """
+    if autograd.is_unheard():
+        return autograd.heard(flash_attn_qkvpacked_func, locals())
     check_known(flash_attn_qkvpacked_func, unknown)
     q, k, v = flash_attn_call.unpack("qkv", qkv, 3, rank=5)
     return flash_attn_func(
@@ -106,6 +108,8 @@ def flash_attn_kvpacked_func(
         >>> flash_attn_kvpacked_func(torch.ones(1, 4, 2, 8), torch.ones(1, 6, 2, 1, 8)).shape
         torch.Size([1, 4, 2, 8])
     """
+    if autograd.is_unheard():
+        return autograd.heard(flash_attn_kvpacked_func, locals())
     check_known(flash_attn_kvpacked_func, unknown)
     k, v = flash_attn_call.unpack("kv", kv, 2, rank=5)
     return flash_attn_func(
@@ -143,6 +147,8 @@ def flash_attn_func(
         >>> flash_attn_func(q, k, v, causal=True).flatten()
         tensor([1.0000, 1.5000])
     """
+    if autograd.is_unheard():
+        return autograd.heard(flash_attn_func, locals())
     check_known(flash_attn_func, unknown)
     options = flash_attn_call.options(
         softmax_scale, causal, window_size, softcap, dropout_p=dropout_p, deterministic=deterministic
@@ -179,6 +185,8 @@ def flash_attn_varlen_qkvpacked_func(
         >>> flash_attn_varlen_qkvpacked_func(torch.ones(5, 3, 2, 8), starts, 3).shape
         torch.Size([5, 2, 8])
     """
+    if autograd.is_unheard():
+        return autograd.heard(flash_attn_varlen_qkvpacked_func, locals())
     check_known(flash_attn_varlen_qkvpacked_func, unknown)
     q, k, v = flash_attn_call.unpack("qkv", qkv, 3, rank=4)
     return flash_attn_varlen_func(
@@ -220,6 +228,8 @@ def flash_attn_varlen_kvpacked_func(
         >>> flash_attn_varlen_kvpacked_func(q, kv, q_starts, k_starts, 3, 4).shape
         torch.Size([5, 2, 8])
     """
+    if autograd.is_unheard():
+        return autograd.heard(flash_attn_varlen_kvpacked_func, locals())
     check_known(flash_attn_varlen_kvpacked_func, unknown)
     k, v = flash_attn_call.unpack("kv", kv, 2, rank=4)
     return flash_attn_varlen_func(
@@ -267,6 +277,8 @@ def flash_attn_varlen_func(
         >>> out.shape, lse.shape
         (torch.Size([5, 2, 8]), torch.Size([2, 5]))
     """
+    if autograd.is_unheard():
+        return autograd.heard(flash_attn_varlen_func, locals())
     check_known(flash_attn_varlen_func, unknown)
     options = flash_attn_call.options(
         softmax_scale, causal, window_size, softcap, dropout_p=dropout_p, deterministic=deterministic,
@@ -340,6 +352,8 @@ def flash_attn_with_kvcache(
         >>> k_cache[0, :, 0, 0].tolist()
         [0.0, 0.0, 1.0, 1.0, 1.0, 0.0, 0.0, 0.0]
     """
+    if autograd.is_unheard():
+        return autograd.heard(flash_attn_with_kvcache, locals())
     check_known(flash_attn_with_kvcache, unknown)
     check_flag("return_softmax_lse", return_softmax_lse)
     call = KVCacheCall(
@@ -369,6 +383,8 @@ def _positive_infinity(lse: Tensor) -> Tensor:
 @torch.no_grad()
 def _signed_weights(inputs: Inputs, options: Options) -> Tensor:
     """The softmax weights (batch, heads, seqlen_q, seqlen_k), negative where dropped, by the formula."""
+    if autograd.is_served():
+        raise NotImplementedError("return_attn_probs with dropout_p is not served inside of context_parallel")
     problem = describe(inputs, options)
     tensors = inputs.query, inputs.key, inputs.value
     given = {

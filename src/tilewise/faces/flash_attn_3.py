@@ -39,6 +39,7 @@ from typing import Any, Never
 import torch
 from torch import Tensor
 
+from tilewise.autograd import functions as autograd
 from tilewise.core.checks import check_flag, check_known, check_tensors
 from tilewise.core.merge import merge
 from tilewise.faces import chunks, flash_attn_call
@@ -87,6 +88,8 @@ def flash_attn_qkvpacked_func(
         >>> flash_attn_qkvpacked_func(torch.ones(1, 4, 4, 8), num_heads_q=2).shape
         torch.Size([1, 4, 2, 8])
     """
+    if autograd.is_unheard():
+        return autograd.heard(flash_attn_qkvpacked_func, locals())
     check_known(flash_attn_qkvpacked_func, unknown)
     if isinstance(qkv, Tensor) and qkv.ndim == 4:
         q, k, v = flash_attn_call.split_heads(qkv, num_heads_q)
@@ -133,6 +136,8 @@ def flash_attn_func(
         >>> flash_attn_func(q, k, v, causal=True).flatten()
         tensor([1.0000, 1.5000])
     """
+    if autograd.is_unheard():
+        return autograd.heard(flash_attn_func, locals())
     check_known(flash_attn_func, unknown)
     options = flash_attn_call.options(
         softmax_scale, causal, window_size, softcap, deterministic=deterministic
@@ -187,6 +192,8 @@ def flash_attn_varlen_func(
         >>> flash_attn_varlen_func(x, x, x, starts, starts, 3, 3, seqused_q=used)[:, 0, 0].tolist()
         [1.0, 1.0, 1.0, 0.0, 0.0]
     """
+    if autograd.is_unheard():
+        return autograd.heard(flash_attn_varlen_func, locals())
     check_known(flash_attn_varlen_func, unknown)
     options = flash_attn_call.options(
         softmax_scale, causal, window_size, softcap, deterministic=deterministic,
@@ -277,6 +284,8 @@ def flash_attn_with_kvcache(
         >>> k_cache[0, :, 0, 0].tolist()
         [0.0, 0.0, 1.0, 1.0, 1.0, 0.0, 0.0, 0.0]
     """
+    if autograd.is_unheard():
+        return autograd.heard(flash_attn_with_kvcache, locals())
     check_known(flash_attn_with_kvcache, unknown)
     check_flag("return_softmax_lse", return_softmax_lse)
     chunk = chunks.chunk_of(attention_chunk)

@@ -39,6 +39,8 @@ def attention_with_kv_cache(call: KVCacheCall, options: Options) -> tuple[Tensor
     Raises:
         ValueError, TypeError: an argument does not fit; nothing has been written then.
     """
+    if functions.is_served():  # which would refuse it behind the first write
+        raise NotImplementedError("flash_attn_with_kvcache is not served inside of context_parallel")
     call = _resolved(call)
     check_tensors(call)
     at = places_of(call, _is_local(call, options))

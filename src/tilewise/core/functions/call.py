@@ -83,6 +83,8 @@ def _added(
         if shift is None or tuple(getattr(slopes, "shape", ())) not in ((heads,), (batch, heads)):
             return inputs, options  # the checks say what is wrong
         score_mod, inputs = with_slopes(slopes, shift, score_mod), inputs._replace(alibi_slopes=None)
+    if block_mask is not None and is_shard:
+        raise NotImplementedError("block_mask is not served inside of context_parallel: its mask_mod is")
     if block_mask is not None and extent is not None:
         most = _longest(inputs, options, cached)
         lengths = extent[2:] if most is None else most

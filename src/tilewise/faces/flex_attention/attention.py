@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn.attention import flex_attention as theirs
 
 from tilewise.api import attention
+from tilewise.autograd import functions
 from tilewise.core.checks import check_flag, check_known, check_tensors, shown
 from tilewise.core.functions.call import ScoreFunction
 from tilewise.core.statistics import Aux
@@ -68,6 +69,8 @@ def flex_attention(
         >>> flex_attention(q, q, v, block_mask=causal).flatten()
         tensor([0.0000, 0.5000, 1.0000])
     """
+    if functions.is_unheard():
+        return functions.heard(flex_attention, locals())
     check_known(flex_attention, unknown)
     check_tensors(query=query, key=key, value=value)
     check_flag("enable_gqa", enable_gqa)
