@@ -290,8 +290,7 @@ def flash_attn_varlen_func(
         inputs = flash_attn_call.varlen_inputs(*packed, **given)
     else:
         inputs = flash_attn_call.paged_inputs(*packed, block_table, **given)
-        if inputs.page_table is not None:
-            options = options._replace(max_seqlen_k=None)
+        options = options if inputs.page_table is None else options._replace(max_seqlen_k=None)
     return _attend(inputs, options, return_attn_probs)
 
 
