@@ -301,3 +301,9 @@ def test_names_of_ring_flash_attn(pool, kind):
 
 def test_a_sink_of_no_weight_has_no_gradient(pool):
     pool.run(2, USER_CASES, "sink_of_no_weight")
+
+
+@pytest.mark.parametrize("method, words", [("ring", "second derivatives"), ("ulysses", "twice")])
+def test_second_derivatives_are_refused(pool, method, words):
+    for message in pool.run(2, USER_CASES, "gradient_penalty", method):
+        assert message is not None and words in message

@@ -231,3 +231,17 @@ def sink_of_no_weight(group):
     out = context_parallel_attention(x, x, x, mask=mask, sinks=sinks, group=group)
     out.sum().backward()
     assert not out.any() and not x.grad.any() and torch.equal(sinks.grad, torch.zeros(2))
+
+
+def gradient_penalty(group, method):
+    """What a second derivative is told, of a sum, whose gradient is constant; the first is as without it."""
+    x = torch.randn(1, 8, 2, 8, requires_grad=True)
+    out = context_parallel_attention(x, x, x, group=group, method=method, causal=True)
+    (plain,) = torch.autograd.grad(out.sum(), x, retain_graph=True)
+    (grad,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+    assert torch.equal(grad, plain)
+    try:
+        (out.sum() + grad.square().sum()).backward()
+    except RuntimeError as error:  # NotImplementedError is one
+        return str(error)
+    return None

@@ -49,7 +49,8 @@ def context_parallel(
     Args:
         mesh, group: the ranks that share the sequence, as of `shard`.
         buffers: tensors with all tokens, the same on every rank, such as token ids, labels and positions: in
-            here they hold this rank's tokens, in place. Without gradients.
+            here they hold this rank's tokens, in memory of their own: views of one batch may be among them.
+            Without gradients.
         buffer_seq_dims: for each of them the dimension of the tokens.
         no_restore_buffers: those of them that need not be whole again afterwards.
         seqlen: the total number of tokens; None: that of the buffers, or as many on all ranks.
@@ -58,8 +59,8 @@ def context_parallel(
 
     Raises:
         ValueError, TypeError: an argument does not fit, or ranks disagree: as `context_parallel_attention`.
-        NotImplementedError: in a call: caches, functions of packed calls, DTensors, or what `method` does not
-            serve.
+        NotImplementedError: in a call: caches, block masks, attention_chunk, functions of packed calls,
+            DTensors, or what `method` does not serve.
 
     Example:
         >>> import tilewise

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from tilewise.core.plan import Results
 from tilewise.core.problem import Gradients, Inputs, Options
@@ -79,8 +78,16 @@ class SequenceParallel(torch.autograd.Function):
         return out, lse
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        with torch.no_grad():
+            grads = SequenceParallel._gradients(ctx, dout, dlse)
+        if not torch.is_grad_enabled():
+            return grads
+        leaves = [None if g is None else g.detach().requires_grad_() for g in grads]
+        return Once.apply(*leaves)  # type: ignore[no-any-return]
+
+    @staticmethod
+    def _gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
         if dout is None and dlse is None:
             return (None,) * (1 + len(Inputs._fields))
         *tensors, out, lse = ctx.saved_tensors
@@ -96,6 +103,18 @@ class SequenceParallel(torch.autograd.Function):
             dsinks = -(torch.exp(log_p) * delta).sum((0, 2))
             grads = grads._replace(sinks=dsinks.to(inputs.sinks.dtype))
         return None, *Inputs(**grads._asdict())
+
+
+class Once(torch.autograd.Function):
+    """Gradients as they are, which refuse to be differentiated: also those of a constant gradient of out."""
+
+    @staticmethod
+    def forward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        return tuple(None if g is None else g.view_as(g) for g in grads)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:  # type: ignore[override]
+        raise NotImplementedError("second derivatives are not served over several ranks")
 
 
 def _swapped(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
