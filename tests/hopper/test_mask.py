@@ -153,7 +153,7 @@ def scans(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         return MaskMap()
 
     monkeypatch.setattr(tile_map, "_map_of", scan)
-    kept.clear()
+    kept._results.clear()
     return scanned
 
 
