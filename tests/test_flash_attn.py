@@ -184,6 +184,8 @@ def test_varlen_block_table(causal, monkeypatch):
         with pytest.raises(ValueError) as error:
             flash_attn_varlen_func(q, pages_k, pages_v, cu_q, cu_k, 9, 8, block_table=wrong)
         assert message in str(error.value)
+    with pytest.raises(ValueError, match=r"block_table\.shape"):
+        flash_attn_varlen_func(q, pages_k, pages_v, cu_q, cu_k[0], 9, 8, block_table=table)
     with pytest.raises(ValueError, match="holds 6 tokens, not 8"):
         flash_attn_varlen_func(q, pages_k, pages_v, cu_q, cu_k, 9, 8, block_table=table[:, :2])
 

@@ -412,6 +412,7 @@ def test_packed_sequences_go_to_varlen(calls, monkeypatch):
     assert all(call["key_shape"] == (12, 2, 8) and call["window"] == (4, 0) for call in calls)
     assert len(calls) == 2 * before and read == [1]
     calls.clear()
+    assert transformers_mask.packed_starts(positions.to("meta"), 1, 12) is None  # which holds no positions
     model(tokens(1, 12))
     assert all(call["key_shape"] == (1, 12, 2, 8) for call in calls)
 

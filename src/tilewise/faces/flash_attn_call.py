@@ -120,7 +120,7 @@ def paged_inputs(
     """
     check_tensors(q=q, k=k, v=v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
     check_integer_tensors(cu_seqlens_k=cu_seqlens_k)
-    check_table(k, v, block_table, len(cu_seqlens_k) - 1)
+    check_table(k, v, block_table, cu_seqlens_k.numel() - 1)
     has_gradient = torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v))
     stay = not (has_gradient or others.get("dropout_p"))
     if cu_seqlens_k.is_cpu or not stay:

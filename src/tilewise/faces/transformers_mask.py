@@ -86,7 +86,7 @@ def packed_starts(position_ids: Any, batch: int, seqlen: int) -> Tensor | None:
         return None
     if not isinstance(position_ids, Tensor) or batch != 1 or tuple(position_ids.shape) != (1, seqlen):
         return None
-    if position_ids.is_cuda and torch.cuda.is_current_stream_capturing():
+    if position_ids.is_meta or (position_ids.is_cuda and torch.cuda.is_current_stream_capturing()):
         return None
     return kept((position_ids,), ("packed starts",), lambda: _starts(position_ids), position_ids.device)
 

@@ -3,6 +3,8 @@
 Triton compiles them as it meets them. `cuda_utils` calls CUDA's driver and, since Triton 3.7, launches every
 kernel; before, each kernel has a launcher of its own. Both are linked to libcuda, which need not be here: an
 empty library of its name is enough, as the linker only notes what is to be loaded.
+
+Names of Triton's that are not public stand here for that: checked for 3.6 to 3.9.
 """
 
 from __future__ import annotations
