@@ -94,7 +94,7 @@ def test_every_operation():
 
 def test_a_function_of_zero_may_be_nan():
     """Rows that fill up a tile have scores of 0."""
-    check([randn(1, 40, 2, 16) for _ in range(3)], score_mod=lambda s, *_: s * torch.log(s.abs()))
+    check([randn(1, 40, 2, 16) for _ in range(3)], score_mod=lambda s, *_: s * s / s)
 
 
 def test_packed_sequences():
