@@ -55,6 +55,19 @@ def test_a_training_step_has_the_loss_of_eager_attention(monkeypatch):
     assert measured.value > 0.5 and apart <= 2e-4 and last < first
 
 
+def test_the_longest_step_of_a_model_is_the_last_that_fits(monkeypatch):
+    def step(build, inputs, setting, implementation):
+        seqlen = inputs["input_ids"].shape[1]
+        if seqlen > {"eager": 8192, "sdpa": 65536, "tilewise": 131072}[implementation]:
+            raise torch.OutOfMemoryError
+        return lambda: 0.0
+
+    monkeypatch.setattr(models, "_tokens", lambda setting, *shape: torch.empty(shape, device="meta"))
+    monkeypatch.setattr(models, "_training_step", step)
+    measured = CLAIMS["gpt2-context"].measure(CPU)
+    assert measured.value == 131072 and "eager: 8,192, sdpa: 65,536;" in measured.note
+
+
 def test_claims_of_a_gpu_are_not_measured_on_a_cpu():
     names = {claim.name for claim in run.chosen(None, CPU)}
     assert "fa3-speed" not in names and "attention-2k" in names

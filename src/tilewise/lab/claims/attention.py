@@ -6,8 +6,6 @@ import functools
 import statistics
 from functools import partial
 
-import torch
-
 import tilewise
 from tilewise.lab.bench import memory
 from tilewise.lab.bench.cases import Case, dense
@@ -15,6 +13,7 @@ from tilewise.lab.bench.peer import Data, Prepared
 from tilewise.lab.bench.peers import find_peers
 from tilewise.lab.bench.timing import stopwatch
 from tilewise.lab.claims.claim import FA1, FA2, FA3, TUTORIAL, Measured, Setting, claim
+from tilewise.lab.claims.lengths import in_memory, longest_that
 from tilewise.lab.learn.machines import MACHINES
 
 ROUNDS = 5
@@ -217,12 +216,8 @@ MOST_TOKENS = 1 << 19  # a step of twice as many takes 15 s on an H200
 @claim("context", "Attention of 65,536 tokens trains on one GPU.", FA1, 65536, "tokens", needs_gpu=True)
 def context(setting: Setting) -> Measured:
     """Doubles the length until a step no longer fits."""
-    longest = {}
-    for name in ("standard", fused(setting), "tilewise"):
-        seqlen = 1 << 12
-        while seqlen <= MOST_TOKENS and _fits(name, seqlen):
-            seqlen *= 2
-        longest[name] = seqlen // 2
+    names = ("standard", fused(setting), "tilewise")
+    longest = {name: longest_that(partial(_fits, name), MOST_TOKENS) for name in names}
     others = ", ".join(f"{name}: {tokens:,}" for name, tokens in longest.items() if name != "tilewise")
     note = f"{others}; nothing was tried beyond {MOST_TOKENS:,}"
     return Measured(longest["tilewise"], "causal forward and backward, 16 heads of 64, float16", note)
@@ -230,11 +225,5 @@ def context(setting: Setting) -> Measured:
 
 def _fits(peer: str, seqlen: int) -> bool:
     case = dense("forward+backward", "float16", 64, 16, 1, seqlen, causal=True)
-    try:
-        (found,) = find_peers([peer])
-        found.prepare(case, Data(case, "cuda", seed=0), found.layouts(case)[0]).call()
-    except torch.OutOfMemoryError:
-        return False
-    finally:
-        torch.cuda.empty_cache()
-    return True
+    (found,) = find_peers([peer])
+    return in_memory(lambda: found.prepare(case, Data(case, "cuda", seed=0), found.layouts(case)[0]).call())

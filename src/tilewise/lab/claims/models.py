@@ -12,6 +12,7 @@ import torch
 
 from tilewise.lab.bench.errors import BenchError
 from tilewise.lab.claims.claim import FA1, TUTORIAL, Curves, Measured, Setting, claim
+from tilewise.lab.claims.lengths import in_memory, longest_that
 from tilewise.lab.demo.text import sample, standard_library
 
 STEPS = 5
@@ -75,32 +76,36 @@ def faster(make: Callable[[str], Callable[[], float]], *peers: str) -> tuple[flo
     return median[EAGER] / median[OURS], note, {"loss": curves}
 
 
-def _training(
-    build: Callable[[Any, str], Any], inputs: dict[str, Any], setting: Setting
-) -> tuple[float, str, Curves]:
-    """`faster` of AdamW steps of a model, in bfloat16 autocast on a GPU."""
-    transformers = _transformers()
-
-    def make(implementation: str) -> Callable[[], float]:
-        torch.manual_seed(0)
-        model = build(transformers, implementation).to(setting.device).train()
-        optimizer = torch.optim.AdamW(model.parameters(), lr=2e-5)
-
-        def step() -> float:
-            with torch.autocast(setting.device, torch.bfloat16, enabled=setting.is_gpu):
-                loss = model(**inputs).loss
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            return float(loss.detach())
-
-        return step
-
-    has_flash = setting.is_gpu and transformers.utils.is_flash_attn_2_available()
-    return faster(make, *(("flash_attention_2",) if has_flash else ()))
+Build = Callable[[Any, str], Any]  # (transformers, implementation) -> model
 
 
-def _gpt2(size: str, layers: int, seqlen: int, words: int = GPT2_WORDS) -> Callable[[Any, str], Any]:
+def _training_step(
+    build: Build, inputs: dict[str, Any], setting: Setting, implementation: str
+) -> Callable[[], float]:
+    """An AdamW step of a model, in bfloat16 autocast on a GPU; it returns the loss."""
+    torch.manual_seed(0)
+    model = build(_transformers(), implementation).to(setting.device).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-5)
+
+    def step() -> float:
+        with torch.autocast(setting.device, torch.bfloat16, enabled=setting.is_gpu):
+            loss = model(**inputs).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return float(loss.detach())
+
+    return step
+
+
+def _training(build: Build, inputs: dict[str, Any], setting: Setting) -> tuple[float, str, Curves]:
+    """`faster` of steps of a model."""
+    has_flash = setting.is_gpu and _transformers().utils.is_flash_attn_2_available()
+    peers = ("flash_attention_2",) if has_flash else ()
+    return faster(partial(_training_step, build, inputs, setting), *peers)
+
+
+def _gpt2(size: str, layers: int, seqlen: int, words: int = GPT2_WORDS) -> Build:
     _, width, heads = GPT2[size]
 
     def build(transformers: Any, implementation: str) -> Any:
@@ -135,6 +140,27 @@ for _name, _says, _step, _needs_gpu in (
     ("gpt2-medium-step-4k", "GPT-2 medium at 4,096 tokens is 3 times", _gpt2_step("medium", 4096, 2), True),
 ):
     claim(_name, f"A training step of {_says} faster.", FA1, 3, "×", needs_gpu=_needs_gpu, why=REST)(_step)
+
+
+MOST_TOKENS = 1 << 18  # of a whole model: its other activations of twice as many fill an H200
+
+
+@claim(
+    "gpt2-context", "GPT-2 small trains on 65,536 tokens on one GPU.", FA1, 65536, "tokens", needs_gpu=True
+)
+def gpt2_context(setting: Setting) -> Measured:
+    """Of bytes: the logits of GPT-2's words would take more memory than all attention."""
+
+    def fits(implementation: str, seqlen: int) -> bool:
+        tokens = _tokens(setting, 1, seqlen)
+        inputs = {"input_ids": tokens, "labels": tokens}
+        build = _gpt2("small", 12, seqlen, BYTES)
+        return in_memory(lambda: _training_step(build, inputs, setting, implementation)())
+
+    longest = {name: longest_that(partial(fits, name), MOST_TOKENS) for name in (EAGER, SDPA, OURS)}
+    others = ", ".join(f"{name}: {longest[name]:,}" for name in (EAGER, SDPA))
+    what = "a step of 12 layers of GPT-2 small, bytes for words, batch 1"
+    return Measured(longest[OURS], what, f"{others}; nothing was tried beyond {MOST_TOKENS:,}")
 
 
 @claim("bert-step", "A training step of BERT-large at 512 tokens is 15% faster.", FA1, 1.15, "×", why=REST)
