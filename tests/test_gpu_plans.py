@@ -399,21 +399,6 @@ def test_later_steps_of_a_cache_launch_what_the_first_does(step, backend, is_pag
     assert recorder.compiled == 4 and len(firsts) == 2  # the first call, and the one that is profiled
 
 
-def test_values_that_are_keys_in_some_steps_only(recorder):
-    """Kernels read them once: a plan serves both, so each step is looked at."""
-    x = torch.zeros(2, 3, 512, 2, 128, dtype=torch.bfloat16)
-    lengths = torch.full((3,), 290, dtype=torch.int32)
-    q = torch.zeros(3, 1, 8, 128, dtype=torch.bfloat16)
-    (plan, firsts), counts = counted(plan_of("triton", Options(), Request(), Inputs(q, x[0], x[0]))), []
-    shared = []
-    for value in (0, 0, 1, 0):
-        plan.run(Inputs(q, x[0], x[value][...], seqlens_k=lengths))
-        (_, _, arguments), _ = recorder.take(())
-        shared.append(arguments[-1].IS_SHARED)
-        counts.append(len(firsts))
-    assert shared == [True, True, False, True] and counts == [1, 1, 2, 2]
-
-
 @pytest.mark.parametrize("backend", ["hopper", "triton"])
 def test_a_call_that_a_graph_captures_is_not_the_one_that_looks(backend, recorder):
     """It would scan and sort anew for what is known from shapes, and the graph would repeat that."""
@@ -445,3 +430,20 @@ def test_offsets_with_gaps_are_copied_for_every_kernel(dim, recorder):
             launched, recorder.launches = recorder.launches, []
             assert len(launched) >= 2
             assert not any(offsets.data_ptr() in arguments for _, _, arguments in launched)
+
+
+@pytest.mark.parametrize("dims", [(576, 512), (128, 128)], ids=str)
+def test_values_are_read_from_keys_only_where_they_lie(dims, recorder):
+    """Also of meta tensors, which all have the address 0: what is compiled ahead is what is launched."""
+    from tilewise.core.problem import describe
+    from tilewise.gpu.triton import launch_decode
+
+    q, k, v = (
+        torch.empty(1, n, 1, d, device="meta") for n, d in ((1, dims[0]), (512, dims[0]), (512, dims[1]))
+    )
+    for value, is_in_key in ((v, False), (k[..., : dims[1]], dims[0] > dims[1])):
+        inputs = Inputs(q, k, value)
+        launch_decode.forward(describe(inputs, Options()), inputs)
+        (_, _, arguments), _ = recorder.launches
+        assert is_in_key == arguments[-1].IS_SHARED
+        recorder.launches = []

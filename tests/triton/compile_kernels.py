@@ -127,8 +127,16 @@ CASES = {
     "decode_rows_paged": Case(128, 128, extras=("paged",), seqlen_q=16, kv_heads=1),
     "decode_d256": Case(256, 256, extras=("lengths",), seqlen_q=1, kv_heads=1),
     "decode_float32": Case(128, 128, torch.float32, extras=("paged",), seqlen_q=4, kv_heads=1),
-    "decode_absorbed": Case(576, 512, extras=("lengths",), heads=16, kv_heads=1, seqlen_q=1),
-    "decode_absorbed_paged": Case(576, 512, extras=("paged",), heads=16, kv_heads=1, seqlen_q=1),
+    "decode_absorbed": Case(576, 512, extras=("lengths", "in_key"), heads=16, kv_heads=1, seqlen_q=1),
+    "decode_absorbed_paged": Case(576, 512, extras=("paged", "in_key"), heads=16, kv_heads=1, seqlen_q=1),
+    "decode_576_512": Case(576, 512, extras=("lengths",), heads=16, kv_heads=1, seqlen_q=1),
+    "decode_8_bits": Case(128, 128, extras=("paged", "8 bits"), seqlen_q=1, kv_heads=2, batch=16),
+    "decode_8_bits_fp16_d64": Case(
+        64, 64, torch.float16, extras=("paged", "8 bits"), seqlen_q=8, kv_heads=1, page_size=64
+    ),
+    "decode_8_bits_absorbed": Case(
+        576, 512, extras=("paged", "8 bits", "in_key"), heads=16, kv_heads=1, seqlen_q=1
+    ),
     "decode_everything": Case(
         128,
         128,
@@ -171,7 +179,13 @@ def case_inputs(case: Case) -> Inputs:
         fields["sinks"] = make(case.heads, dtype=case.dtype)
     if case.options.get("dropout_p"):
         fields["dropout_seed"] = make((5,) if "dropout_step" in case.options else (), dtype=torch.int64)
-    q, k, v = (make(*lead[n], heads[n], dims[n], dtype=case.dtype) for n in "qkv")
+    dtypes = dict.fromkeys("qkv", case.dtype)
+    if "8 bits" in case.extras:
+        dtypes |= dict.fromkeys("kv", torch.float8_e4m3fn)
+        fields |= {f"{name}_scale": make(lead["k"][0], case.kv_heads) for name in ("key", "value")}
+    q, k, v = (make(*lead[n], heads[n], dims[n], dtype=dtypes[n]) for n in "qkv")
+    if "in_key" in case.extras:
+        v = k[..., : case.head_dim_v]
     return Inputs(q, k, v, **fields)
 
 

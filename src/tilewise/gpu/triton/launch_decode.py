@@ -52,10 +52,9 @@ def forward(
     rest = (torch.empty_like(lse),) if residual else ()
     if problem.batch == 0:
         return out, lse, *rest
-    is_shared = _is_shared(inputs.key, inputs.value)
-    cuts = _cuts(problem, tile or _tile(problem, query.device, is_shared), query.device)
+    cuts = _cuts(problem, tile or _tile(problem, query.device), query.device)
     fresh = (out, lse, *(rest or (None,)), *_splits(problem, cuts, query))
-    run_steps(problem, _steps(inputs, cuts, is_shared, fresh))
+    run_steps(problem, _steps(inputs, cuts, fresh))
     return out, lse, *rest
 
 
@@ -65,22 +64,19 @@ def again(problem: AttentionProblem, order: str, residual: bool, given: Given) -
     is_ready = all(a is b for a, b in zip(launchable(inputs)[:MASK], given[:MASK], strict=True))
     if not is_ready or problem.batch == 0:
         return None
-    is_shared = _is_shared(inputs.key, inputs.value)
-    cuts = _cuts(problem, _tile(problem, inputs.query.device, is_shared), inputs.query.device)
+    cuts = _cuts(problem, _tile(problem, inputs.query.device), inputs.query.device)
 
     def more(given: Given) -> tuple[Tensor | None, ...]:
         return (*_splits(problem, cuts, given[0]), *launchable(Inputs(*given))[MASK:])
 
     def steps(given: Given, new: Given) -> list[Step]:
-        return _steps(Inputs(*given[:MASK], *new[6:]), cuts, is_shared, new[:6])
+        return _steps(Inputs(*given[:MASK], *new[6:]), cuts, new[:6])
 
     found = again_forward(problem, "bshd", residual, given, steps, more)
     if found is None:
         return None
 
     def start(given: Given) -> Results | None:
-        if _is_shared(given[1], given[2]) != is_shared:  # a plan's tensors may differ in that
-            return None
         results = found(given)
         return results if results is None else results._replace(out=in_order(results.out, order))
 
@@ -94,12 +90,8 @@ def _splits(problem: AttentionProblem, cuts: Cuts, query: Tensor) -> tuple[Tenso
     return partial[2 * rows :], partial[:rows], partial[rows : 2 * rows]
 
 
-def _steps(inputs: Inputs, cuts: Cuts, is_shared: bool, fresh: Given) -> list[Step]:
-    fresh = tuple(fresh)
-    return [
-        Step(_decode_launch, inputs, (cuts, is_shared), fresh),
-        Step(_merge_launch, inputs, (cuts,), fresh),
-    ]
+def _steps(inputs: Inputs, cuts: Cuts, fresh: Given) -> list[Step]:
+    return [Step(launch, inputs, (cuts,), tuple(fresh)) for launch in (_decode_launch, _merge_launch)]
 
 
 class Cuts(NamedTuple):
@@ -121,11 +113,11 @@ def _cuts(problem: AttentionProblem, tile: DecodeTile, device: torch.device) -> 
     return Cuts(tile, min(all_rows, tile.block_m), segments, workers)
 
 
-def _decode_launch(problem: AttentionProblem, tensors: Tensors, cuts: Cuts, is_shared: bool) -> Launch:
+def _decode_launch(problem: AttentionProblem, tensors: Tensors, cuts: Cuts) -> Launch:
     from tilewise.gpu.triton.decode import attn_decode_kernel
 
     call, (_, _, _, *splits) = Call(problem, tensors[:_N]), tensors[_N:]
-    cfg, tile = _config(call, cuts, is_shared), cuts.tile
+    cfg, tile = _config(call, cuts), cuts.tile
     arguments = (
         *map(call.rows, call.inputs[:3]),
         *splits,
@@ -163,32 +155,27 @@ def _merge_launch(problem: AttentionProblem, tensors: Tensors, cuts: Cuts) -> La
     return Launch(attn_decode_merge_kernel, arguments=arguments, num_warps=4, launch_pdl=cfg.HAS_PDL, **grid)
 
 
-def _is_shared(key: Tensor, value: Tensor) -> bool:
-    """The values are a view of the keys' first columns (absorbed MLA): one load serves both."""
-    same_place = key.data_ptr() == value.data_ptr() and key.stride()[:3] == value.stride()[:3]
-    return same_place and value.shape[-1] <= key.shape[-1]
-
-
-def _config(call: Call, cuts: Cuts, is_shared: bool = False) -> DecodeConfig:
-    common, dim_v = call.config(cuts.tile), call.problem.head_dim_v
+def _config(call: Call, cuts: Cuts) -> DecodeConfig:
+    problem, common = call.problem, call.config(cuts.tile)
+    dim_v = problem.head_dim_v
     v = Columns(dim_v, padded(dim_v), 0)
     return DecodeConfig(
         **vars(common) | {"BLOCK_M": padded(cuts.rows), "V": v},
         ROWS=cuts.rows,
-        BLOCK_B=padded(call.problem.batch),
-        IS_SHARED=is_shared and dim_v == v.FIRST == common.QK.FIRST,
+        BLOCK_B=padded(problem.batch),
+        IS_SHARED=problem.is_value_in_key and dim_v == v.FIRST == common.QK.FIRST,
         IS_TRANSPOSED=cuts.tile.is_transposed,
     )
 
 
-def _tile(problem: AttentionProblem, device: torch.device, is_shared: bool) -> DecodeTile:
+def _tile(problem: AttentionProblem, device: torch.device) -> DecodeTile:
     if is_interpreted():
         return DecodeTile(16, 16, 1, 4, 1)
-    return _table_tile(problem, gpu_capability(device), is_shared)
+    return _table_tile(problem, gpu_capability(device))
 
 
 @functools.lru_cache(maxsize=4096)
-def _table_tile(problem: AttentionProblem, capability: tuple[int, int], is_shared: bool) -> DecodeTile:
+def _table_tile(problem: AttentionProblem, capability: tuple[int, int]) -> DecodeTile:
     return decode_tile(
         capability,
         problem.dtype == torch.float32,
@@ -196,7 +183,7 @@ def _table_tile(problem: AttentionProblem, capability: tuple[int, int], is_share
         problem.seqlen_q * problem.group_size,
         problem.batch * problem.num_kv_heads * problem.seqlen_k,
         problem.is_paged,
-        is_shared,
+        problem.is_value_in_key,
     )
 
 
