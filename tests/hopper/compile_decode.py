@@ -28,6 +28,20 @@ CASES = {
     "many_sequences": Case(128, 128, options=CAUSAL, extras=("lengths",), seqlen_q=1, batch=256),
     "d64_paged": Case(64, 64, torch.float16, CAUSAL, ("paged",), seqlen_q=1, kv_heads=2),
     "d128_paged": Case(128, 128, options=CAUSAL, extras=("paged",), seqlen_q=2, kv_heads=2),
+    "8_bits": Case(
+        128, 128, options=CAUSAL, extras=("paged", "8 bits"), seqlen_q=1, kv_heads=1, page_size=64
+    ),
+    "8_bits_d64": Case(
+        64, 64, torch.float16, CAUSAL, ("paged", "8 bits"), seqlen_q=4, kv_heads=2, page_size=128
+    ),
+    "8_bits_everything": Case(
+        128,
+        112,
+        options={"window_left": 128, "window_right": 0, "softcap": 20.0},
+        extras=("paged", "8 bits", "sinks", "alibi"),
+        seqlen_q=2,
+        page_size=256,
+    ),
     "d80_window_softcap_sinks_alibi": Case(
         80,
         72,

@@ -44,6 +44,12 @@ CASES: dict[str, tuple[int, int, int, int, int, int | None, int, dict[str, Any]]
     "one_sequence_in_large_pages": (1, 4, 1, 64, 64, 64, 3, {"window_left": 200, "lengths": [700]}),
     "equal_lengths": (2, 4, 2, 128, 128, 16, 7, {"causal": True, "lengths": [300, 300, 300]}),
     "pages_of_256": (2, 4, 2, 64, 64, 256, 4, {}),
+    "8_bits": (1, 8, 2, 128, 128, 64, 3, {"causal": True, "8 bits": True}),
+    "8_bits_large_pages": (3, 8, 2, 128, 128, 256, 7, {"causal": True, "8 bits": True, "size": 1e30}),
+    "8_bits_d64": (2, 8, 2, 64, 64, 128, 5, {"window_left": 70, "8 bits": True, "size": 1e-30}),
+    "8_bits_d48": (2, 4, 2, 48, 48, 64, 40, {"softcap": 3.0, "sinks": True, "8 bits": True}),
+    "8_bits_alibi": (16, 4, 1, 128, 112, 64, 4, {"alibi": True, "causal": True, "8 bits": True}),
+    "8_bits_wrong_pages": (1, 4, 1, 64, 64, 64, 9, {"8 bits": True, "wrong": {3: (8, 1 << 30), 4: (0, -1)}}),
     "window": (4, 4, 2, 128, 128, 16, 6, {"window_left": 70, "window_right": 1}),
     "left_window": (1, 2, 2, 64, 64, None, 3, {"window_left": 130}),
     "softcap": (1, 4, 2, 64, 64, None, 3, {"softcap": 3.0, "causal": True}),
@@ -109,9 +115,11 @@ def check(name: str) -> float:
     is_dense = options.pop("dense", False)
     capacity = 1100 if is_dense else 768
     all_lengths = [capacity] * 2 if is_dense else options.pop("lengths", LENGTHS)
-    wrong = options.pop("wrong", {})
+    wrong, is_8_bit, size = options.pop("wrong", {}), options.pop("8 bits", False), options.pop("size", 1.0)
     batch, lengths = len(all_lengths), torch.tensor(all_lengths, dtype=torch.int32)
-    q = torch.randn(batch, queries, heads, dim).bfloat16()
+    q = torch.randn(batch, queries, heads, dim).bfloat16() * size
+    if size != 1:
+        options["scale"] = dim**-0.5 / size
     is_latent = (dim, dim_v) == LATENT
     k, v = (torch.randn(batch, capacity, kv_heads, d).bfloat16() for d in (dim, dim_v))
     if is_latent:
@@ -122,6 +130,14 @@ def check(name: str) -> float:
     if page_size is not None:
         extras["page_table"] = torch.randperm(batch * capacity // page_size).view(batch, -1).int()
         stored = [in_pages(t, page_size, extras["page_table"]) for t in stored]
+        if is_8_bit:
+            stored = [t.to(torch.float8_e4m3fn) for t in stored]
+            scales = [2.0 ** torch.randint(-2, 3, (len(stored[0]), kv_heads)) for _ in stored]
+            extras |= {"key_scale": scales[0], "value_scale": scales[1]}
+            k, v = (
+                (pages.float() * scale[:, None, :, None])[extras["page_table"].long()].flatten(1, 2)
+                for pages, scale in zip(stored, scales)
+            )
         for b, place in wrong.items():
             if place is not None:
                 extras["page_table"][b, place[0]] = place[1]
@@ -148,8 +164,8 @@ def check(name: str) -> float:
             continue
         mine = own | {n: t[b : b + 1] for n, t in own.items() if t.ndim == 2}
         exact_out, exact_lse = reference.attention(
-            q[b : b + 1], k[b : b + 1, :length], v[b : b + 1, :length], softcap=problem.softcap,
-            window=(visibility.left, visibility.right), **mine,
+            q[b : b + 1], k[b : b + 1, :length], v[b : b + 1, :length], scale=problem.scale,
+            softcap=problem.softcap, window=(visibility.left, visibility.right), **mine,
         )  # fmt: skip
         assert torch.equal(lse[b : b + 1].isneginf(), exact_lse.isneginf()), name
         seen = exact_lse.isfinite()

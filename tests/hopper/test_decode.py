@@ -85,6 +85,45 @@ def test_pages(page_size: int, dim: int):
     check(*cached(3, (8, 2), (dim, dim), page_size), causal=True)
 
 
+def in_8_bits(inputs: Inputs) -> tuple[Inputs, Tensor, Tensor]:
+    """Pages as float8_e4m3fn, with a scale for each page and head, and what keys and values they hold."""
+    pools = [t.to(torch.float8_e4m3fn) for t in inputs[1:3]]
+    scales = [2.0 ** torch.randint(-3, 4, (len(t), t.shape[2]), device="cuda") for t in pools]
+    assert inputs.page_table is not None
+    table = inputs.page_table.long()
+    held = [
+        (t.to(inputs.query.dtype) * scale[:, None, :, None].to(inputs.query.dtype))[table].flatten(1, 2)
+        for t, scale in zip(pools, scales)
+    ]
+    given = dict(zip(("key", "value", "key_scale", "value_scale"), (*pools, *scales)))
+    return inputs._replace(**given), held[0], held[1]
+
+
+@pytest.mark.parametrize("dims", [(128, 128), (64, 64), (48, 32), (112, 96)], ids=str)
+@pytest.mark.parametrize("page_size", [64, 256])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_8_bit_pages(dims: tuple[int, int], page_size: int, dtype: torch.dtype):
+    for queries in (1, 5, 40):
+        check(*in_8_bits(cached(queries, (8, 2), dims, page_size, dtype)[0]), causal=True)
+
+
+@pytest.mark.parametrize("size", [1e-30, 1e30])
+def test_queries_of_any_size_with_8_bit_pages(size: float):
+    """They become float16 over powers of two."""
+    inputs, k, v = in_8_bits(cached(3, (8, 2), (128, 128), 64)[0])
+    check(inputs._replace(query=inputs.query * size), k, v, scale=0.1 / size)
+
+
+@pytest.mark.parametrize("case", ["window", "softcap", "sinks", "alibi", "everything"])
+def test_options_with_8_bit_pages(case: str):
+    inputs, k, v = in_8_bits(cached(4, (8, 2), (128, 128), 64)[0])
+    if case in ("sinks", "everything"):
+        inputs = inputs._replace(sinks=torch.randn(8, device="cuda"))
+    if case in ("alibi", "everything"):
+        inputs = inputs._replace(alibi_slopes=torch.rand(len(LENGTHS), 8, device="cuda"))
+    check(inputs, k, v, **OPTIONS[case])
+
+
 @pytest.mark.parametrize("dims", [(64, 64), (80, 72), (96, 96), (128, 64), (24, 24), (80, 40)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_head_sizes(dims: tuple[int, int], dtype: torch.dtype):

@@ -118,7 +118,7 @@ ROWS = (
         ("triton", "llvm", "aten"), "has no 8-bit products"
     )),
     Row("8-bit pages", lambda p: p.is_quantized, {
-        "llvm": "has no quantized caches", "aten": NO_CACHE, "hopper": "does not take 8-bit pages",
+        "llvm": "has no quantized caches", "aten": NO_CACHE,
     }),
     Row("packed sequences", lambda p: p.is_packed, {"aten": "has no packed sequences"}),
     Row("caches and pages", lambda p: p.is_cached or p.is_paged, {

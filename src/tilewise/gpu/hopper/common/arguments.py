@@ -119,10 +119,7 @@ class ForwardConfig(QueriesConfig):
 
     @property
     def IS_OVERLAPPED(self) -> bool:
-        """Whether a warpgroup's products run under its own softmax, which takes registers for two tiles of P.
-
-        Where two CTAs share an SM, the other's products run there.
-        """
+        """Whether a warpgroup's products run under its own softmax, not the other CTA's of the SM."""
         return self.CTAS_PER_SM == 1
 
     @property
@@ -213,6 +210,8 @@ class Cache(NamedTuple):
     seqlens_k: Any
     page_table: Any  # (batch, pages); None: sequence b is entry b
     errors: Any  # flags for what is wrong in them: see `hopper.guards`
+    key_scale: Any = None  # (pages, KV heads) of 8-bit pages
+    value_scale: Any = None
 
 
 class MaskMap(NamedTuple):
@@ -302,6 +301,7 @@ class DecodeConfig(KernelConfig):
     HAS_ROW_TILES: bool  # a sequence's queries take several such tiles
     BOX_ROWS: int  # of one TMA copy: no more than a page has
     BOX_WIDTH: int
+    HAS_SCALES: bool = False  # 8-bit pages, of which a tile lies in one
     WHOLE_PAGES: bool  # a page that is full takes one TMA copy, whatever the boxes
     PAGE_LANES: int  # page numbers that a load warp reads at once: PAGES, or 32, which are summed faster
     MERGE_ROWS: int

@@ -273,14 +273,14 @@ def _order_launch(problem: AttentionProblem, tensors: Tensors, rows: int) -> Lau
 
 def tma_ready(t: Tensor) -> Tensor:
     """t, or a copy if TMA can't address it: rows contiguous, 16-byte aligned, no broadcast dimensions."""
-    is_ready = t.data_ptr() % 16 == 0 and _is_addressable(t.shape, t.stride())
+    is_ready = t.data_ptr() % 16 == 0 and _is_addressable(t.shape, t.stride(), 16 // t.element_size())
     return t if is_ready else t.clone(memory_format=torch.contiguous_format)
 
 
 @functools.lru_cache(maxsize=4096)
-def _is_addressable(shape: torch.Size, strides: tuple[int, ...]) -> bool:
+def _is_addressable(shape: torch.Size, strides: tuple[int, ...], multiple: int) -> bool:
     used = [stride for size, stride in zip(shape[:-1], strides[:-1], strict=True) if size > 1]
-    return strides[-1] == 1 and all(stride > 0 and stride % 8 == 0 for stride in used)
+    return strides[-1] == 1 and all(stride > 0 and stride % multiple == 0 for stride in used)
 
 
 def keys_ready(t: Tensor, rows: int = 1) -> Tensor:

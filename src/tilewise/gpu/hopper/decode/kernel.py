@@ -34,7 +34,13 @@ from tilewise.gpu.hopper.common.guards import split_poison
 from tilewise.gpu.hopper.common.layouts import accumulator_layout, operand_layout, row_layout, tile_layout
 from tilewise.gpu.hopper.common.products import product
 from tilewise.gpu.hopper.common.ranges import hide
-from tilewise.gpu.hopper.common.softmax import LOG2_E, online_softmax, softcapped
+from tilewise.gpu.hopper.common.softmax import LOG2_E, online_softmax, reciprocal, softcapped
+from tilewise.gpu.hopper.decode.eight_bits import (
+    load_queries_as_float16,
+    scaled_softmax,
+    tile_scales,
+    widened,
+)
 from tilewise.gpu.hopper.decode.load import load_role
 from tilewise.gpu.hopper.decode.rows import combine_halves, load_queries, send_half, store_split
 from tilewise.gpu.hopper.decode.stream_k import make_schedule, split_at, worker_units
@@ -47,24 +53,36 @@ class Shared:
     k: Ring  # STAGES tiles [BLOCK_N, BLOCK_D]
     v: Ring  # STAGES tiles [BLOCK_N, BLOCK_DV]
     q: gl.shared_memory_descriptor  # [WARPGROUPS, 64, BLOCK_D]
+    wide: gl.shared_memory_descriptor  # [2 * WARPGROUPS, BLOCK_N, BLOCK_D] of 8-bit keys and values, else q
     half: Ring  # one tile: the second warpgroup's acc of a split, [BLOCK_DV / 8, 512] as `by_threads` has it
     half_stats: gl.shared_memory_descriptor  # [2, 64]: its m and l
 
 
 @gluon.jit
 def make_shared(dtype: gl.constexpr, cfg: gl.constexpr):
-    """At head size 128: 4 x 32 KB of keys and values, 32 KB of queries, 32 KB of acc = 192 KB of 227 KB."""
+    """At head size 128: 4 x 32 KB of keys and values, 32 KB of queries, 32 KB of acc = 192 KB of 227 KB.
+
+    Of 8 bits: 4 x 16 KB, and 64 KB of what they become.
+    """
+    wide_dtype: gl.constexpr = gl.float16 if cfg.HAS_SCALES else dtype
     k_layout: gl.constexpr = tile_layout([cfg.BLOCK_N, cfg.BLOCK_D], dtype, cfg.WHOLE_PAGES)
     v_layout: gl.constexpr = tile_layout([cfg.BLOCK_N, cfg.BLOCK_DV], dtype, cfg.WHOLE_PAGES)
-    q_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, cfg.BLOCK_D], dtype)
+    q_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, cfg.BLOCK_D], wide_dtype)
     k = gl.allocate_shared_memory(dtype, [cfg.STAGES, cfg.BLOCK_N, cfg.BLOCK_D], k_layout)
     v = gl.allocate_shared_memory(dtype, [cfg.STAGES, cfg.BLOCK_N, cfg.BLOCK_DV], v_layout)
-    q = gl.allocate_shared_memory(dtype, [cfg.WARPGROUPS, 64, cfg.BLOCK_D], q_layout)
+    q = gl.allocate_shared_memory(wide_dtype, [cfg.WARPGROUPS, 64, cfg.BLOCK_D], q_layout)
+    wide = q
+    if cfg.HAS_SCALES:
+        wide_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for(
+            [cfg.BLOCK_N, cfg.BLOCK_D], wide_dtype
+        )
+        wide_shape: gl.constexpr = [2 * cfg.WARPGROUPS, cfg.BLOCK_N, cfg.BLOCK_D]
+        wide = gl.allocate_shared_memory(wide_dtype, wide_shape, wide_layout)
     half_shape: gl.constexpr = [1, cfg.BLOCK_DV // 8, 512]
     half = gl.allocate_shared_memory(gl.float32, half_shape, gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
     stats = gl.allocate_shared_memory(gl.float32, [2, 64], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     k_ring, v_ring = make_ring(k, cfg.STAGES, 1, 1), make_ring(v, cfg.STAGES, 1, 1)
-    return Shared(k_ring, v_ring, q, make_ring(half, 1, 1, 1), stats)
+    return Shared(k_ring, v_ring, q, wide, make_ring(half, 1, 1, 1), stats)
 
 
 # ---- the mma roles
@@ -84,9 +102,17 @@ def has_edge(tile, split, sizes, cfg: gl.constexpr):
 
 
 @gluon.jit
-def softmax_step(s, m, l, tile, slope_log2, split, sizes, factors, cfg: gl.constexpr):
-    """Softmax of one tile of products s [64, BLOCK_N]: (p, m, l, alpha). Only edge tiles are masked."""
+def softmax_step(
+    s, m, l, tile, slope_log2, split, sizes, factors, cfg: gl.constexpr, unit=1.0, value_scale=1.0
+):
+    """Softmax of one tile of products s [64, BLOCK_N]: (p, m, l, alpha). Only edge tiles are masked.
+
+    Of 8-bit pages s is in units of `unit` [64], and p is times value_scale.
+    """
     scale_log2e = factors.scale_log2e
+    if cfg.HAS_SCALES and (cfg.HAS_SOFTCAP or cfg.HAS_ALIBI):
+        s = s * unit[:, None]
+        unit = unit * 0.0 + 1.0
     if cfg.HAS_SOFTCAP:
         s = softcapped(s, factors)
     if cfg.HAS_ALIBI:
@@ -98,8 +124,13 @@ def softmax_step(s, m, l, tile, slope_log2, split, sizes, factors, cfg: gl.const
         scale_log2e = 1.0
     if has_edge(tile, split, sizes, cfg):
         s = hide(s, tile, split.row, split, sizes, cfg)
-    p, m, alpha = online_softmax(s, m, scale_log2e)
-    return p, m, l * alpha + gl.sum(p, 1), alpha
+    if cfg.HAS_SCALES:
+        p, m, alpha = scaled_softmax(s, m, unit * scale_log2e, value_scale)
+        l = l * alpha + gl.sum(p, 1) * reciprocal(value_scale)
+    else:
+        p, m, alpha = online_softmax(s, m, scale_log2e)
+        l = l * alpha + gl.sum(p, 1)
+    return p, m, l, alpha
 
 
 @gluon.jit
@@ -117,7 +148,11 @@ def mma_role(W: gl.constexpr, q, targets, cache, slopes, smem, sizes, factors, c
     splits = 0
     while unit < end:
         split = split_at(unit, end, schedule, sizes, cfg, 4)
-        load_queries(q, q_tile, split, sizes, cfg)
+        if cfg.HAS_SCALES:
+            query_unit = load_queries_as_float16(q, q_tile, split, sizes, cfg)
+        else:
+            load_queries(q, q_tile, split, sizes, cfg)
+            score_unit, value_scale = 1.0, 1.0
         slope_log2 = gl.full([64], 0.0, gl.float32, row_layout(cfg.BLOCK_N))
         if cfg.HAS_ALIBI:
             head = split.kv_head * cfg.PACK + rows % cfg.PACK
@@ -128,19 +163,39 @@ def mma_role(W: gl.constexpr, q, targets, cache, slopes, smem, sizes, factors, c
         if W == 0:
             l += split_poison(cache, split, sizes, cfg)
         acc = gl.full([64, cfg.BLOCK_DV], 0.0, gl.float32, accumulator_layout(cfg.BLOCK_DV))
-        for n in range((W - use) & (cfg.WARPGROUPS - 1), split.count, cfg.WARPGROUPS):
+        first = (W - use) & (cfg.WARPGROUPS - 1)
+        if cfg.HAS_SCALES:
+            next_scales = tile_scales(cache, split, first, sizes, cfg)
+        for n in range(first, split.count, cfg.WARPGROUPS):
             k_ring.wait(use + n)
-            s = product(q_tile, k_ring.chunk(use + n, 0).permute((1, 0)))
-            s = warpgroup_mma_wait(0, deps=(s,))  # [64, BLOCK_N]
-            k_ring.release(use + n)
-            p, m, l, alpha = softmax_step(s, m, l, split.tile + n, slope_log2, split, sizes, factors, cfg)
-            p = gl.convert_layout(p.to(v_ring.tiles.dtype), operand_layout(cfg.BLOCK_DV))
+            if cfg.HAS_SCALES:
+                keys = widened(k_ring.chunk(use + n, 0), smem.wide.index(2 * W))
+                k_ring.release(use + n)
+                s = product(q_tile, keys.permute((1, 0)))
+                key_scale, value_scale = next_scales
+                next_scales = tile_scales(cache, split, n + cfg.WARPGROUPS, sizes, cfg)  # a tile ahead
+                v_ring.wait(use + n)
+                values = widened(v_ring.chunk(use + n, 0), smem.wide.index(2 * W + 1))
+                v_ring.release(use + n)
+                score_unit = query_unit * key_scale
+                s = warpgroup_mma_wait(0, deps=(s,))  # [64, BLOCK_N]
+            else:
+                s = product(q_tile, k_ring.chunk(use + n, 0).permute((1, 0)))
+                s = warpgroup_mma_wait(0, deps=(s,))
+                k_ring.release(use + n)
+            p, m, l, alpha = softmax_step(
+                s, m, l, split.tile + n, slope_log2, split, sizes, factors, cfg, score_unit, value_scale
+            )
+            p = gl.convert_layout(p.to(q_tile.dtype), operand_layout(cfg.BLOCK_DV))
             alpha = gl.convert_layout(alpha, row_layout(cfg.BLOCK_DV), assert_trivial=True)
             acc = acc * alpha[:, None]
-            v_ring.wait(use + n)
-            acc = warpgroup_mma(p, v_ring.chunk(use + n, 0), acc, is_async=True)  # [64, BLOCK_DV]
+            if not cfg.HAS_SCALES:
+                v_ring.wait(use + n)
+                values = v_ring.chunk(use + n, 0)
+            acc = warpgroup_mma(p, values, acc, is_async=True)  # [64, BLOCK_DV]
             acc = warpgroup_mma_wait(0, deps=(acc,))
-            v_ring.release(use + n)
+            if not cfg.HAS_SCALES:
+                v_ring.release(use + n)
         if W == 0:
             acc, m, l = combine_halves(acc, m, l, splits, smem, cfg)
             store_split(targets, acc, m, l, split, sizes, factors, cfg)

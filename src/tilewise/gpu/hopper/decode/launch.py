@@ -26,6 +26,7 @@ MIN_KEYS = 256  # below, other kernels have as much to read as to compute
 MANY_KEYS = 1024
 MAX_HEAD_DIM = 128
 MAX_BATCH = 256
+LEAST_TILE = 64  # keys of one at head size 128
 STAGES = 4  # 4 x 32 KB under way; 6 were slower
 FEW_KEYS = 1 << 18  # of all key heads: so few go faster with 2 stages, and reading 32 page numbers
 START_UNITS = 4  # 8 sequences of 0 to 16k keys, 8 queries: 85 us with 0, 74 with 2, 73 with 4
@@ -45,6 +46,8 @@ class CachedTensors(NamedTuple):
     seqlens_k: Tensor | None
     page_table: Tensor | None = None
     alibi_slopes: Tensor | None = None
+    key_scale: Tensor | None = None
+    value_scale: Tensor | None = None
     sinks: Tensor | None = None
 
 
@@ -58,12 +61,26 @@ def supports(problem: AttentionProblem) -> str | None:
         return f"takes caches for head sizes to {MAX_HEAD_DIM}, {WARPGROUP_ROWS} query heads on a key head"
     if problem.page_size is not None and not host.can_load_pages(problem.page_size):
         return f"takes page sizes that are powers of two from 8, not {problem.page_size}"
-    if problem.is_quantized or problem.has_leftpad:
-        return "takes neither 8-bit pages nor left padding"
+    if problem.has_leftpad:
+        return "does not take left padding"
+    if problem.is_quantized and (reason := unserved_8_bit_pages(problem)):
+        return reason
     has_tensors = problem.mask_shape is not None or problem.bias_shape is not None
     if has_tensors or problem.dropout_p > 0 or problem.functions is not None:
         return "takes no mask, bias, dropout or functions"
     return too_many_units(problem, decode_config(problem))
+
+
+def unserved_8_bit_pages(problem: AttentionProblem) -> str | None:
+    """None if a tile has one scale, and TMA can take its rows."""
+    sizes = (problem.head_dim, problem.head_dim_v)
+    if problem.page_size is None or problem.page_size < LEAST_TILE:
+        return f"takes 8-bit pages of at least {LEAST_TILE} tokens, not {problem.page_size}"
+    if any(size % 16 for size in sizes) or len({block_dim(size) for size in sizes}) > 1:
+        return (
+            f"takes 8-bit pages for head sizes that are multiples of 16, both above 64 or none, not {sizes}"
+        )
+    return None
 
 
 def too_many_units(problem: AttentionProblem, cfg: DecodeConfig) -> str | None:
@@ -121,10 +138,10 @@ def steps(
     kernels: Kernels, cfg: DecodeConfig, workers: int, given: CachedTensors, fresh: Sequence[Tensor | None]
 ) -> tuple[Step, Step]:
     """Both launches; `fresh`: see `new_tensors`."""
-    query, _, _, lengths, _, _, sinks = given
+    query, _, _, lengths, *_, sinks = given
     choices, fresh = (cfg, workers), tuple(fresh)
     return (
-        Step(kernels.launch, given[:6], choices, fresh),
+        Step(kernels.launch, given[:-1], choices, fresh),
         Step(merge_launch, (query, lengths, sinks), choices, fresh),
     )
 
@@ -133,11 +150,11 @@ def cached_tensors(inputs: Inputs, cfg: DecodeConfig) -> CachedTensors:
     """The tensors of a call as the kernels take them."""
     rows = host.GROUP_ROWS if cfg.WHOLE_PAGES else 1
     query = inputs.query if inputs.query.stride(-1) == 1 else inputs.query.contiguous()
-    small = (inputs.seqlens_k, inputs.page_table, inputs.alibi_slopes, inputs.sinks)
-    lengths, table, slopes, sinks = (None if t is None else t.contiguous() for t in small)
+    small = (getattr(inputs, name) for name in CachedTensors._fields[3:])
+    rest = (None if t is None else t.contiguous() for t in small)
     key = host.keys_ready(inputs.key, rows)
     value = key if inputs.value is inputs.key else host.keys_ready(inputs.value, rows)
-    return CachedTensors(query, key, value, lengths, table, slopes, sinks)
+    return CachedTensors(query, key, value, *rest)
 
 
 def new_tensors(
@@ -185,15 +202,15 @@ def even_workers(num_segments: int, most: int, few_splits: int = FEW_SPLITS) -> 
 def _decode_launch(problem: AttentionProblem, tensors: Tensors, cfg: DecodeConfig, workers: int) -> Launch:
     from tilewise.gpu.hopper.decode.kernel import attn_decode_kernel
 
-    query, key, value, lengths, table, slopes, *fresh = tensors
+    query, key, value, lengths, table, slopes, *scales = tensors[:8]
     arguments = (
         query,
         host.descriptor(key, (cfg.BOX_ROWS, 1, cfg.BOX_WIDTH), True),
         host.descriptor(value, (cfg.BOX_ROWS, 1, cfg.BOX_WIDTH), True),
         _page_descriptor(key) if cfg.WHOLE_PAGES else None,
         _page_descriptor(value) if cfg.WHOLE_PAGES else None,
-        DecodeTargets(*fresh),
-        Cache(lengths, table, host.errors_of(problem, query)),
+        DecodeTargets(*tensors[8:]),
+        Cache(lengths, table, host.errors_of(problem, query), *scales),
         slopes,
         *decode_sizes(problem, cfg, workers, query, key, value, table, slopes),
         host.factors(problem),
@@ -262,9 +279,12 @@ def _page_descriptor(t: Tensor | None) -> Any:
 @functools.lru_cache(maxsize=4096)
 def decode_config(problem: AttentionProblem) -> DecodeConfig:
     """The tiles of a problem. Measurements are in docs/kernels-hopper.md."""
-    block_d, block_dv = (64 if d <= 64 else 128 for d in (problem.head_dim, problem.head_dim_v))
-    block_n = 128 if block_d == 64 else 64  # 16 KB of K
+    block_d, block_dv = block_dim(problem.head_dim), block_dim(problem.head_dim_v)
+    block_n = 128 if block_d == 64 else LEAST_TILE  # 16 KB of K, 8 of 8 bits
     page_size = problem.page_size or 0
+    consumer_registers = 160 if block_d == block_dv == 64 else 168
+    if problem.is_quantized:  # a tile in one page, so in one copy
+        block_n, consumer_registers = min(block_n, page_size), 184
     whole_pages = 0 < page_size < block_n and problem.head_dim == problem.head_dim_v == 2 * GROUP_COLUMNS
     box_rows = host.GROUP_ROWS if whole_pages else min(page_size or block_n, block_n)
     pack = problem.group_size
@@ -280,8 +300,8 @@ def decode_config(problem: AttentionProblem) -> DecodeConfig:
     return DecodeConfig(
         BLOCK_N=block_n,
         STAGES=2 if is_short else STAGES,
-        CONSUMER_REGISTERS=160 if block_d == block_dv == 64 else 168,
-        PRODUCER_REGISTERS=88 if block_d == block_dv == 64 else 72,
+        CONSUMER_REGISTERS=consumer_registers,
+        PRODUCER_REGISTERS=3 * 136 - 2 * consumer_registers,
         HEAD_DIM=problem.head_dim,
         HEAD_DIM_V=problem.head_dim_v,
         BLOCK_D=block_d,
@@ -295,12 +315,17 @@ def decode_config(problem: AttentionProblem) -> DecodeConfig:
         WHOLE_PAGES=whole_pages,
         PAGE_LANES=32 if whole_pages and is_short else -(-block_n // (page_size or block_n)),
         BOX_WIDTH=min(block_d, block_dv) if box_rows == block_n and block_d == block_dv else 64,
+        HAS_SCALES=problem.is_quantized,
         HAS_SINKS=problem.has_sinks,
         MERGE_ROWS=merge_rows,
         MERGE_SPLITS=merge_splits,
         MERGE_COLUMNS=block_dv,
         **host.options(problem),
     )
+
+
+def block_dim(head_dim: int) -> int:
+    return 64 if head_dim <= 64 else 128
 
 
 def power_of_two(n: int) -> int:

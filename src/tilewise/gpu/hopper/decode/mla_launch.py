@@ -62,11 +62,11 @@ def head_blocks(problem: AttentionProblem) -> int:
 def _mla_launch(problem: AttentionProblem, tensors: Tensors, cfg: MlaConfig, workers: int) -> Launch:
     from tilewise.gpu.hopper.decode.mla import attn_decode_mla_kernel
 
-    query, key, _, lengths, table, _, *fresh = tensors
+    query, key, _, lengths, table = tensors[:5]
     arguments = (
         query,
         host.descriptor(key, (cfg.BOX_ROWS, 1, cfg.BOX_WIDTH), True),
-        DecodeTargets(*fresh),
+        DecodeTargets(*tensors[8:]),
         Cache(lengths, table, host.errors_of(problem, query)),
         *decode_sizes(problem, cfg, workers, query, key, table=table),
         host.factors(problem),
