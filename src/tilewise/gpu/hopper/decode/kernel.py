@@ -33,16 +33,11 @@ from tilewise.gpu.hopper.common.compat import (
 from tilewise.gpu.hopper.common.guards import split_poison
 from tilewise.gpu.hopper.common.layouts import accumulator_layout, operand_layout, row_layout, tile_layout
 from tilewise.gpu.hopper.common.products import product
-from tilewise.gpu.hopper.common.ranges import hide
-from tilewise.gpu.hopper.common.softmax import LOG2_E, online_softmax, reciprocal, softcapped
-from tilewise.gpu.hopper.decode.eight_bits import (
-    load_queries_as_float16,
-    scaled_softmax,
-    tile_scales,
-    widened,
-)
+from tilewise.gpu.hopper.common.softmax import LOG2_E
+from tilewise.gpu.hopper.decode.eight_bits import attend_8_bit_tiles
 from tilewise.gpu.hopper.decode.load import load_role
 from tilewise.gpu.hopper.decode.rows import combine_halves, load_queries, send_half, store_split
+from tilewise.gpu.hopper.decode.softmax import softmax_step
 from tilewise.gpu.hopper.decode.stream_k import make_schedule, split_at, worker_units
 
 
@@ -89,55 +84,29 @@ def make_shared(dtype: gl.constexpr, cfg: gl.constexpr):
 
 
 @gluon.jit
-def has_edge(tile, split, sizes, cfg: gl.constexpr):
-    """Whether some query of a split does not see all keys of a tile."""
-    offset = split.seqlen_k - split.seqlen_q
-    first = tile * cfg.BLOCK_N
-    is_edge = first + cfg.BLOCK_N > split.seqlen_k
-    if cfg.HAS_RIGHT:
-        is_edge = is_edge | (first + (cfg.BLOCK_N - 1) > split.row + offset + sizes.window_right)
-    if cfg.HAS_LEFT:
-        is_edge = is_edge | (first < split.row + (cfg.ROWS // cfg.PACK - 1) + offset - sizes.window_left)
-    return is_edge
-
-
-@gluon.jit
-def softmax_step(
-    s, m, l, tile, slope_log2, split, sizes, factors, cfg: gl.constexpr, unit=1.0, value_scale=1.0
-):
-    """Softmax of one tile of products s [64, BLOCK_N]: (p, m, l, alpha). Only edge tiles are masked.
-
-    Of 8-bit pages s is in units of `unit` [64], and p is times value_scale.
-    """
-    scale_log2e = factors.scale_log2e
-    if cfg.HAS_SCALES and (cfg.HAS_SOFTCAP or cfg.HAS_ALIBI):
-        s = s * unit[:, None]
-        unit = unit * 0.0 + 1.0
-    if cfg.HAS_SOFTCAP:
-        s = softcapped(s, factors)
-    if cfg.HAS_ALIBI:
-        offset = split.seqlen_k - split.seqlen_q
-        rows = gl.arange(0, 64, gl.SliceLayout(1, s.type.layout)) // cfg.PACK
-        cols = tile * cfg.BLOCK_N + gl.arange(0, cfg.BLOCK_N, gl.SliceLayout(0, s.type.layout))
-        distance = gl.abs((rows + (split.row + offset))[:, None] - cols[None, :])
-        s = s * scale_log2e - distance.to(gl.float32) * slope_log2[:, None]
-        scale_log2e = 1.0
-    if has_edge(tile, split, sizes, cfg):
-        s = hide(s, tile, split.row, split, sizes, cfg)
-    if cfg.HAS_SCALES:
-        p, m, alpha = scaled_softmax(s, m, unit * scale_log2e, value_scale)
-        l = l * alpha + gl.sum(p, 1) * reciprocal(value_scale)
-    else:
-        p, m, alpha = online_softmax(s, m, scale_log2e)
-        l = l * alpha + gl.sum(p, 1)
-    return p, m, l, alpha
+def attend_tiles(W: gl.constexpr, acc, m, l, use, split, slope_log2, smem, sizes, factors, cfg: gl.constexpr):
+    """(acc, m, l) after every WARPGROUPS-th tile of a split."""
+    k_ring, v_ring = smem.k, smem.v
+    q_tile = smem.q.index(W)  # [64, BLOCK_D]
+    for n in range((W - use) & (cfg.WARPGROUPS - 1), split.count, cfg.WARPGROUPS):
+        k_ring.wait(use + n)
+        s = product(q_tile, k_ring.chunk(use + n, 0).permute((1, 0)))
+        s = warpgroup_mma_wait(0, deps=(s,))  # [64, BLOCK_N]
+        k_ring.release(use + n)
+        p, m, l, alpha = softmax_step(s, m, l, split.tile + n, slope_log2, split, sizes, factors, cfg)
+        p = gl.convert_layout(p.to(v_ring.tiles.dtype), operand_layout(cfg.BLOCK_DV))
+        alpha = gl.convert_layout(alpha, row_layout(cfg.BLOCK_DV), assert_trivial=True)
+        acc = acc * alpha[:, None]
+        v_ring.wait(use + n)
+        acc = warpgroup_mma(p, v_ring.chunk(use + n, 0), acc, is_async=True)  # [64, BLOCK_DV]
+        acc = warpgroup_mma_wait(0, deps=(acc,))
+        v_ring.release(use + n)
+    return acc, m, l
 
 
 @gluon.jit
 def mma_role(W: gl.constexpr, q, targets, cache, slopes, smem, sizes, factors, cfg: gl.constexpr):
     """Warpgroup W: every WARPGROUPS-th tile of the worker's. The first one stores a split for both."""
-    k_ring, v_ring = smem.k, smem.v
-    q_tile = smem.q.index(W)  # [64, BLOCK_D]
     rows = gl.arange(0, 64, row_layout(cfg.BLOCK_N))
     wait_for_previous_kernel()
     if W == 0:
@@ -148,11 +117,6 @@ def mma_role(W: gl.constexpr, q, targets, cache, slopes, smem, sizes, factors, c
     splits = 0
     while unit < end:
         split = split_at(unit, end, schedule, sizes, cfg, 4)
-        if cfg.HAS_SCALES:
-            query_unit = load_queries_as_float16(q, q_tile, split, sizes, cfg)
-        else:
-            load_queries(q, q_tile, split, sizes, cfg)
-            score_unit, value_scale = 1.0, 1.0
         slope_log2 = gl.full([64], 0.0, gl.float32, row_layout(cfg.BLOCK_N))
         if cfg.HAS_ALIBI:
             head = split.kv_head * cfg.PACK + rows % cfg.PACK
@@ -163,39 +127,13 @@ def mma_role(W: gl.constexpr, q, targets, cache, slopes, smem, sizes, factors, c
         if W == 0:
             l += split_poison(cache, split, sizes, cfg)
         acc = gl.full([64, cfg.BLOCK_DV], 0.0, gl.float32, accumulator_layout(cfg.BLOCK_DV))
-        first = (W - use) & (cfg.WARPGROUPS - 1)
         if cfg.HAS_SCALES:
-            next_scales = tile_scales(cache, split, first, sizes, cfg)
-        for n in range(first, split.count, cfg.WARPGROUPS):
-            k_ring.wait(use + n)
-            if cfg.HAS_SCALES:
-                keys = widened(k_ring.chunk(use + n, 0), smem.wide.index(2 * W))
-                k_ring.release(use + n)
-                s = product(q_tile, keys.permute((1, 0)))
-                key_scale, value_scale = next_scales
-                next_scales = tile_scales(cache, split, n + cfg.WARPGROUPS, sizes, cfg)  # a tile ahead
-                v_ring.wait(use + n)
-                values = widened(v_ring.chunk(use + n, 0), smem.wide.index(2 * W + 1))
-                v_ring.release(use + n)
-                score_unit = query_unit * key_scale
-                s = warpgroup_mma_wait(0, deps=(s,))  # [64, BLOCK_N]
-            else:
-                s = product(q_tile, k_ring.chunk(use + n, 0).permute((1, 0)))
-                s = warpgroup_mma_wait(0, deps=(s,))
-                k_ring.release(use + n)
-            p, m, l, alpha = softmax_step(
-                s, m, l, split.tile + n, slope_log2, split, sizes, factors, cfg, score_unit, value_scale
+            acc, m, l = attend_8_bit_tiles(
+                W, q, acc, m, l, use, split, slope_log2, cache, smem, sizes, factors, cfg
             )
-            p = gl.convert_layout(p.to(q_tile.dtype), operand_layout(cfg.BLOCK_DV))
-            alpha = gl.convert_layout(alpha, row_layout(cfg.BLOCK_DV), assert_trivial=True)
-            acc = acc * alpha[:, None]
-            if not cfg.HAS_SCALES:
-                v_ring.wait(use + n)
-                values = v_ring.chunk(use + n, 0)
-            acc = warpgroup_mma(p, values, acc, is_async=True)  # [64, BLOCK_DV]
-            acc = warpgroup_mma_wait(0, deps=(acc,))
-            if not cfg.HAS_SCALES:
-                v_ring.release(use + n)
+        else:
+            load_queries(q, smem.q.index(W), split, sizes, cfg)
+            acc, m, l = attend_tiles(W, acc, m, l, use, split, slope_log2, smem, sizes, factors, cfg)
         if W == 0:
             acc, m, l = combine_halves(acc, m, l, splits, smem, cfg)
             store_split(targets, acc, m, l, split, sizes, factors, cfg)

@@ -31,7 +31,6 @@ from tilewise.gpu.hopper.common.compat import (
 from tilewise.gpu.hopper.common.guards import split_poison
 from tilewise.gpu.hopper.common.layouts import accumulator_layout, row_layout
 from tilewise.gpu.hopper.common.products import product
-from tilewise.gpu.hopper.decode.kernel import softmax_step
 from tilewise.gpu.hopper.decode.mla_load import (
     CHUNK,
     CHUNKS,
@@ -43,6 +42,7 @@ from tilewise.gpu.hopper.decode.mla_load import (
     make_keys,
 )
 from tilewise.gpu.hopper.decode.rows import store_columns, store_lse, store_split_columns, store_split_lse
+from tilewise.gpu.hopper.decode.softmax import softmax_step
 from tilewise.gpu.hopper.decode.stream_k import make_schedule, split_at, split_index, worker_units
 
 

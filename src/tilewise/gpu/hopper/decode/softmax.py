@@ -1,0 +1,67 @@
+"""The softmax of a tile in the decoding kernels, of a warpgroup's rows."""
+
+from tilewise.gpu.hopper.common.compat import gl, gluon
+from tilewise.gpu.hopper.common.ranges import hide
+from tilewise.gpu.hopper.common.softmax import (
+    exp2,
+    finite_or_zero,
+    log2,
+    online_softmax,
+    reciprocal,
+    softcapped,
+)
+
+
+@gluon.jit
+def has_edge(tile, split, sizes, cfg: gl.constexpr):
+    """Whether some query of a split does not see all keys of a tile."""
+    offset = split.seqlen_k - split.seqlen_q
+    first = tile * cfg.BLOCK_N
+    is_edge = first + cfg.BLOCK_N > split.seqlen_k
+    if cfg.HAS_RIGHT:
+        is_edge = is_edge | (first + (cfg.BLOCK_N - 1) > split.row + offset + sizes.window_right)
+    if cfg.HAS_LEFT:
+        is_edge = is_edge | (first < split.row + (cfg.ROWS // cfg.PACK - 1) + offset - sizes.window_left)
+    return is_edge
+
+
+@gluon.jit
+def softmax_step(
+    s, m, l, tile, slope_log2, split, sizes, factors, cfg: gl.constexpr, unit=1.0, value_scale=1.0
+):
+    """Softmax of one tile of products s [64, BLOCK_N]: (p, m, l, alpha). Only edge tiles are masked.
+
+    Of 8-bit pages s is in units of `unit` [64], and p is times value_scale.
+    """
+    scale_log2e = factors.scale_log2e
+    if cfg.HAS_SCALES and (cfg.HAS_SOFTCAP or cfg.HAS_ALIBI):
+        s = s * unit[:, None]
+        unit = unit * 0.0 + 1.0
+    if cfg.HAS_SOFTCAP:
+        s = softcapped(s, factors)
+    if cfg.HAS_ALIBI:
+        offset = split.seqlen_k - split.seqlen_q
+        rows = gl.arange(0, 64, gl.SliceLayout(1, s.type.layout)) // cfg.PACK
+        cols = tile * cfg.BLOCK_N + gl.arange(0, cfg.BLOCK_N, gl.SliceLayout(0, s.type.layout))
+        distance = gl.abs((rows + (split.row + offset))[:, None] - cols[None, :])
+        s = s * scale_log2e - distance.to(gl.float32) * slope_log2[:, None]
+        scale_log2e = 1.0
+    if has_edge(tile, split, sizes, cfg):
+        s = hide(s, tile, split.row, split, sizes, cfg)
+    if cfg.HAS_SCALES:
+        p, m, alpha = scaled_softmax(s, m, unit * scale_log2e, value_scale)
+        l = l * alpha + gl.sum(p, 1) * reciprocal(value_scale)
+    else:
+        p, m, alpha = online_softmax(s, m, scale_log2e)
+        l = l * alpha + gl.sum(p, 1)
+    return p, m, l, alpha
+
+
+@gluon.jit
+def scaled_softmax(s, m, scale, value_scale):
+    """`online_softmax` of rows that have a scale each, with weights times value_scale."""
+    log2_value = log2(value_scale)
+    m_new = gl.maximum(m, gl.max(s, 1) * scale + log2_value)
+    m_finite = finite_or_zero(m_new)
+    p = exp2(s * scale[:, None] + (log2_value - m_finite)[:, None])
+    return p, m_new, exp2(m - m_finite)
