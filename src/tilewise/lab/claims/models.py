@@ -142,7 +142,7 @@ for _name, _says, _step, _needs_gpu in (
     claim(_name, f"A training step of {_says} faster.", FA1, 3, "×", needs_gpu=_needs_gpu, why=REST)(_step)
 
 
-MOST_TOKENS = 1 << 18  # of a whole model: its other activations of twice as many fill an H200
+MOST_TOKENS = 1 << 17  # of a whole model: its other activations of twice as many fill an H200
 
 
 @claim(
