@@ -8,13 +8,15 @@ import hashlib
 import os
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
 import torch
 
 import tilewise
-from tilewise.cpu.host import compile as kernels
+from tilewise.cpu.host import compile as kernels, parallel
 from tilewise.cpu.host.arguments import Config
 from tilewise.cpu.kernels import build as builder
 
@@ -102,6 +104,41 @@ def test_a_full_disk_leaves_nothing_behind(monkeypatch, tmp_path):
     monkeypatch.setattr(kernels.os, "replace", no_space)
     assert kernels._load("forward", Config("f32", 8, 8, 1), kernels.current_target()).address
     assert not list(tmp_path.iterdir())
+
+
+def test_an_interrupt_leaves_nothing_behind(monkeypatch, tmp_path):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setenv("TILEWISE_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(kernels.os, "replace", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        kernels._load("forward", Config("f32", 8, 8, 1), kernels.current_target())
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_interrupt_waits_for_the_threads_of_a_call():
+    """They write to memory that its caller then frees. As in a forked child, where OpenMP has no threads."""
+    done, main = [], threading.current_thread()
+
+    def call(_):
+        if threading.current_thread() is main:
+            raise KeyboardInterrupt
+        time.sleep(0.1)
+        done.append(1)
+
+    with pytest.raises(KeyboardInterrupt):
+        parallel._Pool()(call, 0, 4)
+    assert len(done) == 3
+
+
+def test_code_stays_where_it_is_at_exit(stored, monkeypatch):
+    """Daemon threads may be inside of it."""
+    kernel = kernels._load("forward", stored[0], kernels.current_target())
+    engines = [e for e in kernels._engines if e.get_function_address("forward") == kernel.address]
+    monkeypatch.setattr(kernels, "_engines", engines)
+    kernels._leave_code()
+    assert len(engines) == 1 and engines[0].closed
 
 
 def test_a_file_made_for_something_else_is_not_loaded(stored, monkeypatch):

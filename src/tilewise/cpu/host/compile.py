@@ -8,6 +8,7 @@ again. Files appear by an atomic rename, so many processes may start at once.
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import functools
 import gc
@@ -19,13 +20,14 @@ import os
 import platform
 import sys
 import tempfile
-import threading
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from typing import Any
+
+from tilewise.core.kept import lock_for_forks
 
 CHECKSUM_BYTES = 32
 
@@ -173,16 +175,17 @@ def _initialize() -> None:
     llvm.initialize_native_asmprinter()
 
 
-_lock = threading.Lock()  # for all that is asked of LLVM
+_lock = lock_for_forks()  # for all that is asked of LLVM: a child must not find it at work for another thread
 _loaded: weakref.WeakValueDictionary[tuple, Kernel] = weakref.WeakValueDictionary()  # plans own them
 _unused: list[Any] = []  # engines of kernels that no plan has any more
+_engines: weakref.WeakSet[Any] = weakref.WeakSet()  # all that there are
 
-if hasattr(os, "register_at_fork"):  # a child must not find LLVM at work for another thread
-    os.register_at_fork(
-        before=lambda: _lock.acquire(),
-        after_in_parent=lambda: _lock.release(),
-        after_in_child=lambda: _lock.release(),
-    )
+
+@atexit.register
+def _leave_code() -> None:
+    """At exit a daemon thread may be inside of a kernel: its code stays where it is."""
+    for engine in list(_engines):
+        engine.detach()
 
 
 def load(name: str, config: Any) -> Kernel:
@@ -269,6 +272,7 @@ def _link(code: bytes, machine: Target) -> Any:
     engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), _target_machine(machine))
     engine.add_object_file(llvm.ObjectFileRef.from_data(code))
     engine.finalize_object()
+    _engines.add(engine)
     return engine
 
 
@@ -327,6 +331,10 @@ def _write(path: Path, key: str, facts: dict[str, int], code: bytes) -> None:
         with os.fdopen(handle, "wb") as file:
             file.write(_checksum(key, body) + body)
         os.replace(temporary, path)
+        temporary = None
     except OSError:  # no cache directory to write to, or a full one: every process compiles for itself
+        pass
+    finally:  # of an interrupt too
         if temporary is not None:
-            Path(temporary).unlink(missing_ok=True)
+            with suppress(OSError):
+                os.unlink(temporary)
