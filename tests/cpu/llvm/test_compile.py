@@ -16,9 +16,11 @@ import pytest
 import torch
 
 import tilewise
+from tilewise.core.functions.trace import trace
 from tilewise.cpu.host import compile as kernels, parallel
 from tilewise.cpu.host.arguments import Config
 from tilewise.cpu.kernels import build as builder
+from tilewise.cpu.kernels.common.functions import KernelFunctions
 
 TESTS = Path(__file__).parents[2]
 CALL = """
@@ -164,6 +166,33 @@ def test_garbage_is_not_looked_for_while_a_kernel_is_built(monkeypatch, tmp_path
     assert seen == [False] and gc.isenabled()
 
 
+@pytest.mark.parametrize("mode", [0o620, 0o602])
+def test_a_file_that_others_may_write_to_is_compiled_again(stored, monkeypatch, mode):
+    stored[1].chmod(mode)
+    assert builds(stored[0], monkeypatch)
+    assert not builds(stored[0], monkeypatch)
+
+
+def test_nothing_of_a_builder_is_kept(monkeypatch, tmp_path):
+    monkeypatch.setenv("TILEWISE_CACHE_DIR", str(tmp_path))
+    text = trace(lambda b, h, i, j: i >= j, lambda s, *_: s * 1.5).functions.text
+    kernels._load("forward", Config("f32", 8, 8, 1, functions=text), kernels.current_target())
+    gc.collect()
+    assert not [found for found in gc.get_objects() if type(found) is KernelFunctions]
+
+
+def test_no_home_is_no_error(monkeypatch):
+    """Of a user whom the system does not know, as in containers."""
+
+    def unknown():
+        raise RuntimeError("Could not determine home directory.")
+
+    for name in ("TILEWISE_CACHE_DIR", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(Path, "home", unknown)
+    assert kernels._load("forward", Config("f32", 8, 8, 1), kernels.current_target()).address
+
+
 def test_no_place_to_write_is_no_error(monkeypatch, tmp_path):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("TILEWISE_CACHE_DIR", str(tmp_path / "file" / "below"))
@@ -209,3 +238,10 @@ def test_a_stored_kernel_is_known_by_all_that_it_is_made_from():
                 module = package.joinpath(*str(node.module).split(".")[1:])
                 found = {module.with_suffix(".py"), *(module / f"{n.name}.py" for n in node.names)} & known
                 assert found, (path, node.module)
+
+
+def test_an_archive_of_other_sources_has_other_kernels(tmp_path, monkeypatch):
+    archive = tmp_path / "library.zip"
+    archive.write_bytes(b"")
+    monkeypatch.setattr(kernels, "__file__", str(archive / "tilewise" / "cpu" / "host" / "compile.py"))
+    assert kernels.kernel_sources() == [archive]

@@ -2,8 +2,8 @@
 
 A cache file holds the object code of one kernel behind a checksum of it and the key it was built for: this
 package's kernel sources, llvmlite's version, the CPU with its features, and the kernel's parameters. A file
-is used only if it belongs to this user and its checksum is that of the wanted key; anything else is compiled
-again. Files appear by an atomic rename, so many processes may start at once.
+is used only if it belongs to this user, nobody else can write to it, and its checksum is that of the wanted
+key; anything else is compiled again. Files appear by an atomic rename, so many processes may start at once.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from typing import Any
 from tilewise.core.kept import lock_for_forks
 
 CHECKSUM_BYTES = 32
+WRITABLE = 0o022  # by a group or by everybody
 
 WANTED_ISA = os.environ.get("TILEWISE_CPU_ISA", "")  # read once: plans are found without it
 
@@ -283,8 +284,11 @@ def _sources_hash() -> str:
 
 def kernel_sources() -> list[Path]:
     """All that kernels are made from: the generator's files, and those of the core that it reads."""
-    package = Path(__file__).parents[2]
-    return [path for name in ("cpu", "core") for path in sorted((package / name).rglob("*.py"))]
+    here = Path(__file__)
+    package, files = here.parents[2], "*" + here.suffix  # .pyc where there are no sources
+    if not package.exists():  # inside of a ZIP archive
+        return [path for path in package.parents if path.is_file()]
+    return [path for name in ("cpu", "core") for path in sorted((package / name).rglob(files))]
 
 
 @functools.cache
@@ -296,11 +300,15 @@ def cache_dir() -> Path:
     """`$TILEWISE_CACHE_DIR`, or `tilewise` in the user's cache directory."""
     if os.environ.get("TILEWISE_CACHE_DIR"):
         return Path(os.environ["TILEWISE_CACHE_DIR"])
+    try:
+        home = Path.home()
+    except RuntimeError:  # of a user whom the system does not know: in no file is a folder
+        home = Path(os.devnull)
     if os.name == "nt":
-        return Path(os.environ.get("LOCALAPPDATA", Path.home() / "AppData/Local")) / "tilewise"
+        return Path(os.environ.get("LOCALAPPDATA", home / "AppData/Local")) / "tilewise"
     if sys.platform == "darwin":
-        return Path.home() / "Library/Caches/tilewise"
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tilewise"
+        return home / "Library/Caches/tilewise"
+    return Path(os.environ.get("XDG_CACHE_HOME") or home / ".cache") / "tilewise"
 
 
 def _checksum(key: str, body: bytes) -> bytes:
@@ -308,10 +316,11 @@ def _checksum(key: str, body: bytes) -> bytes:
 
 
 def _read(path: Path, key: str) -> tuple[dict[str, int], bytes] | None:
-    """Facts and code of a cache file that is whole, this user's, and made for this key; else None."""
+    """Facts and code of a cache file that is whole, only this user's, and made for this key; else None."""
     try:
         with open(path, "rb") as file:
-            if hasattr(os, "getuid") and os.fstat(file.fileno()).st_uid != os.getuid():
+            state = os.fstat(file.fileno())
+            if hasattr(os, "getuid") and (state.st_uid != os.getuid() or state.st_mode & WRITABLE):
                 return None
             checksum, body = file.read(CHECKSUM_BYTES), file.read()
     except OSError:
