@@ -181,6 +181,13 @@ def test_nothing_of_a_builder_is_kept(monkeypatch, tmp_path):
     assert not [found for found in gc.get_objects() if type(found) is KernelFunctions]
 
 
+def test_a_broken_llvmlite_leaves_the_other_backends(monkeypatch):
+    monkeypatch.setitem(sys.modules, "llvmlite.binding", None)
+    monkeypatch.delattr("llvmlite.binding")
+    kernels.target.cache_clear()
+    assert "llvmlite cannot be imported" in str(kernels.unavailable())
+
+
 def test_no_home_is_no_error(monkeypatch):
     """Of a user whom the system does not know, as in containers."""
 

@@ -67,7 +67,10 @@ def unavailable() -> str | None:
     """Why no kernel can be compiled here, or None."""
     if importlib.util.find_spec("llvmlite") is None:
         return "the package llvmlite is not installed"
-    found = target(WANTED_ISA)
+    try:
+        found = target(WANTED_ISA)
+    except (ImportError, OSError) as error:  # it was made for another Python, or its library is missing
+        return f"the package llvmlite cannot be imported: {error}"
     return found if isinstance(found, str) else None
 
 
