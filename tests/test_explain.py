@@ -29,6 +29,13 @@ def test_reasons_and_choice():
     assert tilewise.explain(x, x, x, backend="tiled").backend == "tiled"
 
 
+def test_positions_that_32_bits_do_not_hold():
+    q, k = torch.ones(1, 1, 1, 8), torch.ones(1, 1, 1, 8).expand(1, 1 << 30, 1, 8)
+    assert "32 bits" in tilewise.explain(q, k, k).reasons["llvm"]
+    assert tilewise.explain(q, k[:, 1:], k[:, 1:]).backend == "llvm"
+    assert torch.equal(tilewise.attention(q, k, k, causal=True, window=(2, 0)), q)  # looks at three keys
+
+
 def test_a_backend_that_has_no_backward_serves_calls_without_gradients():
     cache = tilewise.PagedKVCache(4, 16, 2, 16, dtype=torch.float32)
     cache.allocate()

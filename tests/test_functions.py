@@ -412,3 +412,17 @@ def test_windows_across_many_tiles():
         grads = reference.attention_backward(dout, q, k, v, **options)
     for ours, theirs in zip((out, *found), (exact, *grads[:3]), strict=True):
         close(ours, theirs)
+
+
+def test_a_method_of_an_object_that_changes_is_asked_again():
+    factors = {"score": 0.0}
+    read, q = factors.get, torch.randn(1, 4, 1, 8)
+
+    def scaled(s, b, h, i, j):
+        return s * read("score")
+
+    before = tilewise.attention(q, q, q, score_mod=scaled)
+    factors["score"] = 1.0
+    after = tilewise.attention(q, q, q, score_mod=scaled)
+    torch.testing.assert_close(after, tilewise.attention(q, q, q))
+    assert not torch.equal(after, before)

@@ -1,6 +1,9 @@
 """The paged cache against a plain list of tokens a sequence, and against the float64 reference."""
 
+import gc
+import pickle
 import re
+import weakref
 
 import pytest
 import torch
@@ -8,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 import tilewise
-from tilewise import PagedKVCache, reference
+from tilewise import PagedKVCache, api, reference
 from tilewise.cache import step as cache_step
 from tilewise.core.signature import Gpu, standing_in
 from tilewise.rotary import apply_rotary, rotary_tables
@@ -601,3 +604,34 @@ def test_scales_of_eight_bit_pages_are_float32(default):
         torch.set_default_dtype(before)
     assert cache.key_scale.dtype == cache.value_scale.dtype == key.dtype == value.dtype == torch.float32
     assert ((key - tokens[0]).abs() <= tokens[0].abs() / 16 + tokens.abs().max() / 114688).all()
+
+
+def test_a_dropped_layer_gives_its_memory_back():
+    first = PagedKVCache(8, 16, 2, 4, dtype=torch.float32)
+    second = PagedKVCache(8, 16, 2, 4, dtype=torch.float32, shares=first)
+    copied, other = pickle.loads(pickle.dumps((first, second)))
+    for layers in ((first, second), (copied, other)):
+        assert set(layers[0]._table.layers) == set(layers)
+    dropped = weakref.ref(second)
+    del second, layers
+    gc.collect()
+    assert dropped() is None and copied._table is other._table
+    first.append(torch.ones(1, 3, 2, 4), torch.ones(1, 3, 2, 4), [first.allocate()])  # it is the only layer
+
+
+@pytest.mark.parametrize("kind", ["pages", "contiguous"])
+def test_an_interrupt_leaves_the_cache_unchanged(kind, monkeypatch):
+    cache = PagedKVCache(8, 16, 1, 4, dtype=torch.float32)
+    sequence = cache.allocate()
+    x = torch.ones(1, 3, 1, 4)
+    if kind == "contiguous":
+        cache = tilewise.KVCache(1, 16, 1, 4, dtype=torch.float32)
+
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    tilewise.attention_with_cache(x, cache, x, x)
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(api.functions, "attention", interrupted)
+        tilewise.attention_with_cache(x, cache, x, x)
+    assert (cache.length(sequence) if kind == "pages" else int(cache.lengths)) == 3

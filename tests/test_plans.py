@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -10,6 +13,7 @@ import torch
 from torch.autograd import forward_ad
 
 import tilewise
+from tilewise.core import kept
 from tilewise.dispatch import plans
 from tilewise.testing import check_attention
 
@@ -485,6 +489,31 @@ def test_threads_share_plans():
             found = list(pool.map(lambda t: tilewise.attention(*t), tensors))
             assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
     assert number_of_plans() == 1
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.parametrize("lock", [plans._lock, kept._lock])
+def test_a_forked_child_does_not_wait_for_a_thread_that_it_does_not_have(lock):
+    held = threading.Event()
+
+    def hold():
+        with lock:
+            held.set()
+            time.sleep(0.2)
+
+    q = torch.ones(1, 3, 1, 16)
+    tilewise.attention(q, q, q)
+    thread = threading.Thread(target=hold)
+    thread.start()
+    held.wait()
+    child = os.fork()
+    if not child:
+        signal.alarm(5)
+        with lock:
+            tilewise.attention(q[:, :2], q, q)
+        os._exit(0)
+    thread.join()
+    assert os.waitpid(child, 0)[1] == 0
 
 
 def test_plans_not_used_for_the_longest_time_make_room(monkeypatch):

@@ -270,7 +270,7 @@ def attention_with_cache(
             out, lse = functions.attention(
                 inputs, options, backend, request, are_values_known=is_known, entry=entry
             )
-    except Exception:  # also what only a run finds, as an index of a function that is out of range
+    except BaseException:  # also an interrupt, and what only a run finds, as a wrong index of a function
         step.undo()
         raise
     check_if_debugging()

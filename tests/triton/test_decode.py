@@ -17,14 +17,18 @@ from tilewise.core.problem import Inputs, Options, describe
 from tilewise.rotary import apply_rotary, rotary_tables
 from tilewise.testing import compare
 
-pytest.importorskip("triton")
+triton = pytest.importorskip("triton")
+tl = triton.language
 
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 if not (IS_INTERPRETED or torch.cuda.is_available()):
     pytest.skip("needs a GPU, or TRITON_INTERPRET=1", allow_module_level=True)
 
 from tilewise.gpu.triton import launch, launch_decode  # noqa: E402
-from tilewise.gpu.triton.append import Tokens, append  # noqa: E402
+from tilewise.gpu.triton.append import Heads, Tokens, append, head_pointers  # noqa: E402
+from tilewise.gpu.triton.arguments import ScoreTensor, Sequence  # noqa: E402
+from tilewise.gpu.triton.call import Call, Results  # noqa: E402
+from tilewise.gpu.triton.primitives import score_ptrs  # noqa: E402
 from tilewise.gpu.triton.tuning_table import DecodeTile  # noqa: E402
 
 DEVICE = "cpu" if IS_INTERPRETED else "cuda"
@@ -267,3 +271,31 @@ def test_packed_queries_with_a_cache():
         exact, base = (reference.attention(*own, causal=True, dtype=d) for d in (torch.float64, q.dtype))
         assert compare("out", out[rows][None], exact[0], base[0]).is_within
         assert compare("lse", lse[:, rows][None], exact[1], base[1]).is_within
+
+
+@triton.jit
+def offsets_kernel(out, scores, heads):
+    """Bytes from a tensor's start to some columns of a score tensor, and to heads of a token."""
+    n = tl.arange(0, 16)
+    first_row = tl.load(out).to(tl.int32)  # of a cache: 0
+    columns = score_ptrs(scores, n * 0, n, Sequence(first_row, first_row, 1, 16, 15, first_row))
+    tl.store(out + n, columns.to(tl.int64) - scores.ptr.to(tl.int64))
+    rows, _ = head_pointers(heads, first_row, first_row, 1)
+    tl.store(out + 16 + n, rows.to(tl.int64) - heads.ptr.to(tl.int64))
+
+
+def test_offsets_have_64_bits():
+    """Columns of a transposed matrix, and heads that come before a long sequence, lie far apart."""
+    t, out = torch.zeros(1, device=DEVICE), torch.zeros(32, dtype=torch.int64, device=DEVICE)
+    step = 1 << 29
+    offsets_kernel[(1,)](out, ScoreTensor(t, 0, 0, 0, step), Heads(t, 0, 0, step, 32, 1))
+    assert out.tolist() == [4 * step * n for n in range(32)]
+
+
+def test_many_queries_of_few_keys():
+    """Heads whose tiles take turns, times tiles, fit 32 bits: here few keys suggest millions of heads."""
+    q, k = torch.empty(1, 1 << 20, 8, 16, device="meta"), torch.empty(1, 1, 1, 16, device="meta")
+    problem = describe(Inputs(q, k, k), Options())
+    call = Call(problem, (*Inputs(q, k, k), *Results()))
+    sizes = call.sizes(call.tiles_q(64), call.bh_q, 8 * call.l2_swizzle(1, 1))
+    assert sizes.l2_swizzle * sizes.num_tiles < 1 << 31

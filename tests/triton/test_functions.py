@@ -18,7 +18,9 @@ if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
 import tilewise
 from test_random_functions import BATCH, HEADS, LENGTH, MASKS, SCORES, TABLE, as_mask, as_score
 from tilewise import reference
+from tilewise.core.functions.trace import trace
 from tilewise.core.problem import Inputs, Options, describe
+from tilewise.gpu.functions import source
 from tilewise.gpu.functions.axes import axes_of_loads, bytes_of_loads
 from tilewise.gpu.functions.source import KernelFunctions, helpers
 from tilewise.gpu.triton import launch
@@ -331,3 +333,17 @@ def test_what_a_tile_reads_of_captured_tensors():
         functions = trace(None, score_mod).functions
         assert list(axes_of_loads(functions).values()) == [axes]
         assert bytes_of_loads(functions.text, 16, 32) == expected
+
+
+def test_an_interrupt_leaves_no_half_of_a_module(monkeypatch):
+    """It would pass for functions that hide nothing."""
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    functions = trace(lambda b, h, i, j: (i * 31 + j) % 77 > 3, None).functions
+    kernel = KernelFunctions(functions.plain_text, functions.guarded)
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(source, "exec", interrupted, raising=False)
+        helpers(kernel)
+    assert helpers(kernel).mask is not None

@@ -85,7 +85,6 @@ class PagedKVCache(Storage):
         rows = (num_pages, page_size, num_kv_heads)
         super().__init__(rows, head_dim, head_dim_v, dtype, device, value_in_key)
         self._table = PageTable(num_pages, page_size, max_seqlen)
-        self._layers = [self]
         if shares is not None:
             if not isinstance(shares, PagedKVCache):
                 raise TypeError(f"shares={type(shares).__name__} must be a tilewise.PagedKVCache")
@@ -95,8 +94,8 @@ class PagedKVCache(Storage):
                     f"shares has num_pages={table.num_pages}, page_size={table.page_size}, must have "
                     f"{num_pages}, {page_size}"
                 )
-            self._table, self._layers = table, shares._layers
-            self._layers.append(self)
+            self._table = table
+        self._table.layers.add(self)
 
     def __repr__(self) -> str:
         first = f"num_pages={len(self.key)}, page_size={self.key.shape[1]}"
@@ -194,7 +193,7 @@ class PagedKVCache(Storage):
         copies = self._table.reserve(sequences, counts)
         try:
             batch = self._table.batch(sequences, counts, copies, self.key.device, into)
-        except Exception:
+        except BaseException:
             self._table.undo(sequences, counts, copies)
             raise
         self._copy(copies)
@@ -204,7 +203,7 @@ class PagedKVCache(Storage):
         if not copies:
             return
         pages = torch.tensor(copies, device=self.key.device).unbind(1)
-        for layer in self._layers:
+        for layer in self._table.layers:
             for t in layer._tensors():
                 t[pages[1]] = t[pages[0]]
 
@@ -278,9 +277,9 @@ class PagedKVCache(Storage):
 
     def check_one_layer(self) -> None:
         """Raise ValueError if layers share the pages: each that reserved would count the tokens again."""
-        if len(self._layers) > 1:
+        if len(self._table.layers) > 1:
             raise ValueError(
-                f"{len(self._layers)} layers share these pages (`shares`): reserve() once for all of them, "
+                f"{len(self._table.layers)} layers share these pages (`shares`): reserve() once for all, "
                 "then write(), or attention_with_cache(..., batch=what reserve() returned), in each"
             )
 

@@ -13,6 +13,8 @@ from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from numbers import Integral
+from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -74,7 +76,14 @@ class PageTable:
         # Batches hold pages that may be another sequence's, or shared, after one of these changes.
         self.changes = 0
         self.changed: dict[int, int] = {}  # which of them was a sequence's last
+        self.layers: WeakSet[Any] = WeakSet()  # the caches that share the pages, as long as they are used
         self.clear()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"layers": list(self.layers)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, layers=WeakSet(state["layers"]))
 
     def clear(self) -> None:
         self.changes += 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
@@ -24,9 +25,19 @@ MAX_RESULTS, MAX_BYTES = 16, 256 << 20  # of each
 
 Result = TypeVar("Result")
 
+
+def lock_for_forks() -> threading.RLock:  # type: ignore[valid-type]
+    """A lock that is free in a forked child, whoever held it, and that its holder may take again, as a signal
+    handler or a finalizer that calls attention does."""
+    lock = threading.RLock()
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(before=lock.acquire, after_in_parent=lock.release, after_in_child=lock.release)
+    return lock
+
+
 _results: Any = WeakTensorKeyDictionary()  # by the first tensor's memory: results by views and choices
 _nothing = torch.empty(0, device="cpu")  # lives for ever
-_lock = threading.Lock()
+_lock = lock_for_forks()
 
 
 class _Kept(NamedTuple):

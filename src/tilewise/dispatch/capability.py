@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from tilewise.core.functions.expression import decode, rare_operation, reads_by_score
+from tilewise.core.functions.expression import LENGTH, decode, rare_operation, reads_by_score
 from tilewise.core.problem import AttentionProblem
 from tilewise.gpu.functions.distances import of_distances
 
@@ -233,6 +233,9 @@ ROWS = (
         "llvm": "has no gradient of a bias that sequences with left padding share",
     }, is_rare=True),
     Row("gradient of lse", lambda p: p.lse_needs_grad, {"aten": "has no lse gradient"}),
+    Row("sequences of 2^30 tokens and more", lambda p: max(p.seqlen_q, p.seqlen_k) >= LENGTH, dict.fromkeys(
+        ("triton", "llvm"), f"counts positions in 32 bits: sequences are to be shorter than {LENGTH}"
+    ), is_rare=True),
     Row("empty tensors", _is_empty, {
         "aten": "fails on empty tensors", "hopper": "does not take empty dimensions",
     }, is_rare=True),

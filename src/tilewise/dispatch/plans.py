@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from operator import itemgetter
@@ -12,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, is_grad_enabled, is_inference_mode_enabled
 
+from tilewise.core.kept import lock_for_forks
 from tilewise.core.plan import Plan, Results, Retry, Saves, fitted
 from tilewise.core.problem import (
     AttentionProblem,
@@ -66,7 +66,7 @@ class Entry:
 _entries: dict[tuple[Any, ...], tuple[Entry, ...]] = {}  # those of calls whose tensors differ in details
 _count = 0  # of all entries
 _clock = itertools.count()
-_lock = threading.Lock()
+_lock = lock_for_forks()
 
 
 def find(
@@ -111,7 +111,7 @@ def _keep(bucket: tuple[Any, ...], entry: Entry) -> None:
             _entries[key] = tuple(e for e in held if e not in oldest)
             if not _entries[key]:
                 del _entries[key]
-        _count -= len(oldest)
+        _count = sum(map(len, _entries.values()))  # anew, as an interrupt may have come between
     _entries[bucket] = (entry, *_entries.get(bucket, ()))
     _count += 1
 

@@ -72,7 +72,7 @@ def run(case: random_cases.Case, at_end: bool) -> None:
     def zeros(shape, dtype, device=None):
         return empty(shape, dtype).zero_()
 
-    pool.pool.__init__()  # fresh scratch, guarded too
+    pool.pool.block = None  # fresh scratch, guarded too
     patches = {"empty_strided": empty_strided, "empty": empty, "zeros": zeros}
     stand_in = mock.Mock(wraps=torch, **patches)
     stand_in.uint8, stand_in.int32, stand_in.int64, stand_in.Tensor = (

@@ -8,15 +8,19 @@ import hashlib
 import os
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
 import torch
 
 import tilewise
-from tilewise.cpu.host import compile as kernels
+from tilewise.core.functions.trace import trace
+from tilewise.cpu.host import compile as kernels, parallel
 from tilewise.cpu.host.arguments import Config
 from tilewise.cpu.kernels import build as builder
+from tilewise.cpu.kernels.common.functions import KernelFunctions
 
 TESTS = Path(__file__).parents[2]
 CALL = """
@@ -104,6 +108,41 @@ def test_a_full_disk_leaves_nothing_behind(monkeypatch, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+def test_an_interrupt_leaves_nothing_behind(monkeypatch, tmp_path):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setenv("TILEWISE_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(kernels.os, "replace", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        kernels._load("forward", Config("f32", 8, 8, 1), kernels.current_target())
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_interrupt_waits_for_the_threads_of_a_call():
+    """They write to memory that its caller then frees. As in a forked child, where OpenMP has no threads."""
+    done, main = [], threading.current_thread()
+
+    def call(_):
+        if threading.current_thread() is main:
+            raise KeyboardInterrupt
+        time.sleep(0.1)
+        done.append(1)
+
+    with pytest.raises(KeyboardInterrupt):
+        parallel._Pool()(call, 0, 4)
+    assert len(done) == 3
+
+
+def test_code_stays_where_it_is_at_exit(stored, monkeypatch):
+    """Daemon threads may be inside of it."""
+    kernel = kernels._load("forward", stored[0], kernels.current_target())
+    engines = [e for e in kernels._engines if e.get_function_address("forward") == kernel.address]
+    monkeypatch.setattr(kernels, "_engines", engines)
+    kernels._leave_code()
+    assert len(engines) == 1 and engines[0].closed
+
+
 def test_a_file_made_for_something_else_is_not_loaded(stored, monkeypatch):
     config, path = stored
     machine = kernels.current_target()
@@ -125,6 +164,40 @@ def test_garbage_is_not_looked_for_while_a_kernel_is_built(monkeypatch, tmp_path
     monkeypatch.setattr(builder, "build", lambda *a: (seen.append(gc.isenabled()), build(*a))[1])
     kernels._load("forward", Config("f32", 8, 8, 1), kernels.current_target())
     assert seen == [False] and gc.isenabled()
+
+
+@pytest.mark.parametrize("mode", [0o620, 0o602])
+def test_a_file_that_others_may_write_to_is_compiled_again(stored, monkeypatch, mode):
+    stored[1].chmod(mode)
+    assert builds(stored[0], monkeypatch)
+    assert not builds(stored[0], monkeypatch)
+
+
+def test_nothing_of_a_builder_is_kept(monkeypatch, tmp_path):
+    monkeypatch.setenv("TILEWISE_CACHE_DIR", str(tmp_path))
+    text = trace(lambda b, h, i, j: i >= j, lambda s, *_: s * 1.5).functions.text
+    kernels._load("forward", Config("f32", 8, 8, 1, functions=text), kernels.current_target())
+    gc.collect()
+    assert not [found for found in gc.get_objects() if type(found) is KernelFunctions]
+
+
+def test_a_broken_llvmlite_leaves_the_other_backends(monkeypatch):
+    monkeypatch.setitem(sys.modules, "llvmlite.binding", None)
+    monkeypatch.delattr("llvmlite.binding")
+    kernels.target.cache_clear()
+    assert "llvmlite cannot be imported" in str(kernels.unavailable())
+
+
+def test_no_home_is_no_error(monkeypatch):
+    """Of a user whom the system does not know, as in containers."""
+
+    def unknown():
+        raise RuntimeError("Could not determine home directory.")
+
+    for name in ("TILEWISE_CACHE_DIR", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(Path, "home", unknown)
+    assert kernels._load("forward", Config("f32", 8, 8, 1), kernels.current_target()).address
 
 
 def test_no_place_to_write_is_no_error(monkeypatch, tmp_path):
@@ -172,3 +245,10 @@ def test_a_stored_kernel_is_known_by_all_that_it_is_made_from():
                 module = package.joinpath(*str(node.module).split(".")[1:])
                 found = {module.with_suffix(".py"), *(module / f"{n.name}.py" for n in node.names)} & known
                 assert found, (path, node.module)
+
+
+def test_an_archive_of_other_sources_has_other_kernels(tmp_path, monkeypatch):
+    archive = tmp_path / "library.zip"
+    archive.write_bytes(b"")
+    monkeypatch.setattr(kernels, "__file__", str(archive / "tilewise" / "cpu" / "host" / "compile.py"))
+    assert kernels.kernel_sources() == [archive]

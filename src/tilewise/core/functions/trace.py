@@ -234,7 +234,11 @@ class _Walk:
             return functools.partial, self.key((value.func, value.args, value.keywords))
         if isinstance(value, FunctionType):
             return self._function(value)
-        is_known = isinstance(value, BuiltinFunctionType) or type(value) in _DESCRIPTORS
+        # A method of an object, as a dict's `get`, gives another result when that changes.
+        is_function = isinstance(value, BuiltinFunctionType) and isinstance(
+            value.__self__, ModuleType | type | None
+        )
+        is_known = is_function or type(value) in _DESCRIPTORS
         if is_known or _is_constant(value):
             return type(value), value
         raise _Unknown
@@ -270,7 +274,7 @@ def _is_constant(value: Any) -> bool:
 
 
 _CONSTANT = ("torch", "math", "builtins")
-_DESCRIPTORS = (type(Tensor.add), type(torch.add), type(Tensor.__getitem__))
+_DESCRIPTORS = (type(Tensor.add), type(Tensor.__getitem__))
 
 
 @functools.lru_cache(maxsize=MAX_TRACES)

@@ -29,7 +29,7 @@ from tilewise.cpu.host import parallel
 from tilewise.cpu.host.arguments import CHANGING, NOT_CUT, UNBOUNDED, Block
 from tilewise.cpu.host.compile import Kernel
 from tilewise.cpu.host.functions import bind_functions, raise_wrong_index
-from tilewise.cpu.host.pool import CPU, KEPT_SCRATCH, pool
+from tilewise.cpu.host.pool import CPU, KEPT_SCRATCH, ThreadBlock, pool
 
 # The counters' cache lines, zeros beside each, and right behind them what changes from call to call.
 put_addresses = struct.Struct(f"q56x q56x {len(CHANGING)}q").pack_into
@@ -165,31 +165,31 @@ class CallPlan:
             kept += bind_functions(problem, block, inputs, most, block_q, is_backward)
         return kept
 
-    def take(self, division: Division) -> tuple[Block, int]:
+    def take(self, division: Division) -> tuple[ThreadBlock, int]:
         """The thread's argument block, with the plan's words, and the address of its scratch."""
-        block = pool.block
+        block, pool.block = pool.block or ThreadBlock(), None
         if block.template is not self.template:
             block.fill(self.template)
         if self.division is None:
             block.update(**division.words)
-        if division.size > pool.size:
-            pool.grow(division.size)
-        return block, pool.address
+        if division.size > block.size:
+            block.grow(division.size)
+        return block, block.scratch
 
-    def launch(self, block: Block, inputs: Inputs, division: Division) -> bool:
+    def launch(self, block: ThreadBlock, inputs: Inputs, division: Division) -> bool:
         """Run the kernel; False if it met numbers that tile registers cannot take: what it wrote is void.
 
         Raises:
             IndexError: a function has read out of range.
         """
-        kept = self.bind(block, inputs) if self.has_options else None
+        _read_by_kernel = self.bind(block, inputs) if self.has_options else None
         self.run_kernel(block, division)
-        del kept
         if division.size > KEPT_SCRATCH:
-            pool.release()
+            block.release()
         if self.has_options and self.problem.functions is not None:
             raise_wrong_index(self.problem, block, inputs)
-        return not (self.cuts and block.words[NOT_CUT])
+        pool.block, is_void = block, self.cuts and block.words[NOT_CUT]
+        return not is_void
 
     def run_kernel(self, block: Block, division: Division) -> None:
         if division.threads == 1:

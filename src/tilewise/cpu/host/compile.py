@@ -2,12 +2,13 @@
 
 A cache file holds the object code of one kernel behind a checksum of it and the key it was built for: this
 package's kernel sources, llvmlite's version, the CPU with its features, and the kernel's parameters. A file
-is used only if it belongs to this user and its checksum is that of the wanted key; anything else is compiled
-again. Files appear by an atomic rename, so many processes may start at once.
+is used only if it belongs to this user, nobody else can write to it, and its checksum is that of the wanted
+key; anything else is compiled again. Files appear by an atomic rename, so many processes may start at once.
 """
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import functools
 import gc
@@ -19,15 +20,17 @@ import os
 import platform
 import sys
 import tempfile
-import threading
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from tilewise.core.kept import lock_for_forks
+
 CHECKSUM_BYTES = 32
+WRITABLE = 0o022  # by a group or by everybody
 
 WANTED_ISA = os.environ.get("TILEWISE_CPU_ISA", "")  # read once: plans are found without it
 
@@ -64,7 +67,10 @@ def unavailable() -> str | None:
     """Why no kernel can be compiled here, or None."""
     if importlib.util.find_spec("llvmlite") is None:
         return "the package llvmlite is not installed"
-    found = target(WANTED_ISA)
+    try:
+        found = target(WANTED_ISA)
+    except (ImportError, OSError) as error:  # it was made for another Python, or its library is missing
+        return f"the package llvmlite cannot be imported: {error}"
     return found if isinstance(found, str) else None
 
 
@@ -173,16 +179,17 @@ def _initialize() -> None:
     llvm.initialize_native_asmprinter()
 
 
-_lock = threading.Lock()  # for all that is asked of LLVM
+_lock = lock_for_forks()  # for all that is asked of LLVM: a child must not find it at work for another thread
 _loaded: weakref.WeakValueDictionary[tuple, Kernel] = weakref.WeakValueDictionary()  # plans own them
 _unused: list[Any] = []  # engines of kernels that no plan has any more
+_engines: weakref.WeakSet[Any] = weakref.WeakSet()  # all that there are
 
-if hasattr(os, "register_at_fork"):  # a child must not find LLVM at work for another thread
-    os.register_at_fork(
-        before=lambda: _lock.acquire(),
-        after_in_parent=lambda: _lock.release(),
-        after_in_child=lambda: _lock.release(),
-    )
+
+@atexit.register
+def _leave_code() -> None:
+    """At exit a daemon thread may be inside of a kernel: its code stays where it is."""
+    for engine in list(_engines):
+        engine.detach()
 
 
 def load(name: str, config: Any) -> Kernel:
@@ -269,6 +276,7 @@ def _link(code: bytes, machine: Target) -> Any:
     engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), _target_machine(machine))
     engine.add_object_file(llvm.ObjectFileRef.from_data(code))
     engine.finalize_object()
+    _engines.add(engine)
     return engine
 
 
@@ -279,8 +287,11 @@ def _sources_hash() -> str:
 
 def kernel_sources() -> list[Path]:
     """All that kernels are made from: the generator's files, and those of the core that it reads."""
-    package = Path(__file__).parents[2]
-    return [path for name in ("cpu", "core") for path in sorted((package / name).rglob("*.py"))]
+    here = Path(__file__)
+    package, files = here.parents[2], "*" + here.suffix  # .pyc where there are no sources
+    if not package.exists():  # inside of a ZIP archive
+        return [path for path in package.parents if path.is_file()]
+    return [path for name in ("cpu", "core") for path in sorted((package / name).rglob(files))]
 
 
 @functools.cache
@@ -292,11 +303,15 @@ def cache_dir() -> Path:
     """`$TILEWISE_CACHE_DIR`, or `tilewise` in the user's cache directory."""
     if os.environ.get("TILEWISE_CACHE_DIR"):
         return Path(os.environ["TILEWISE_CACHE_DIR"])
+    try:
+        home = Path.home()
+    except RuntimeError:  # of a user whom the system does not know: in no file is a folder
+        home = Path(os.devnull)
     if os.name == "nt":
-        return Path(os.environ.get("LOCALAPPDATA", Path.home() / "AppData/Local")) / "tilewise"
+        return Path(os.environ.get("LOCALAPPDATA", home / "AppData/Local")) / "tilewise"
     if sys.platform == "darwin":
-        return Path.home() / "Library/Caches/tilewise"
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tilewise"
+        return home / "Library/Caches/tilewise"
+    return Path(os.environ.get("XDG_CACHE_HOME") or home / ".cache") / "tilewise"
 
 
 def _checksum(key: str, body: bytes) -> bytes:
@@ -304,10 +319,11 @@ def _checksum(key: str, body: bytes) -> bytes:
 
 
 def _read(path: Path, key: str) -> tuple[dict[str, int], bytes] | None:
-    """Facts and code of a cache file that is whole, this user's, and made for this key; else None."""
+    """Facts and code of a cache file that is whole, only this user's, and made for this key; else None."""
     try:
         with open(path, "rb") as file:
-            if hasattr(os, "getuid") and os.fstat(file.fileno()).st_uid != os.getuid():
+            state = os.fstat(file.fileno())
+            if hasattr(os, "getuid") and (state.st_uid != os.getuid() or state.st_mode & WRITABLE):
                 return None
             checksum, body = file.read(CHECKSUM_BYTES), file.read()
     except OSError:
@@ -327,6 +343,10 @@ def _write(path: Path, key: str, facts: dict[str, int], code: bytes) -> None:
         with os.fdopen(handle, "wb") as file:
             file.write(_checksum(key, body) + body)
         os.replace(temporary, path)
+        temporary = None
     except OSError:  # no cache directory to write to, or a full one: every process compiles for itself
+        pass
+    finally:  # of an interrupt too
         if temporary is not None:
-            Path(temporary).unlink(missing_ok=True)
+            with suppress(OSError):
+                os.unlink(temporary)

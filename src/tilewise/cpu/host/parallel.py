@@ -14,6 +14,7 @@ import os
 import queue
 import sys
 import threading
+from operator import methodcaller
 from typing import Any
 
 from tilewise.cpu.host.compile import Kernel
@@ -67,11 +68,14 @@ class _Pool:
                 threading.Thread(target=self._serve, args=(calls,), daemon=True).start()
                 self.calls.append(calls)
         done: queue.SimpleQueue = queue.SimpleQueue()
-        for calls in self.calls[: count - 1]:
-            calls.put((function, arguments, done))
-        function(arguments)
-        for _ in range(count - 1):
-            done.get()
+        call = function, arguments, done
+        sent: list[None] = []
+        try:  # an interrupt must not free what others still write to; none comes within `extend`
+            sent.extend(map(methodcaller("put", call), self.calls[: count - 1]))
+            function(arguments)
+        finally:
+            for _ in sent:
+                done.get()
 
     @staticmethod
     def _serve(calls: queue.SimpleQueue) -> None:

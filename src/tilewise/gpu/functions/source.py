@@ -18,7 +18,6 @@ import functools
 import hashlib
 import linecache
 import sys
-import threading
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -26,9 +25,10 @@ from typing import Any, NamedTuple
 from tilewise.core.functions.captured import wide_integers
 from tilewise.core.functions.derivative import derivative
 from tilewise.core.functions.expression import BOOL, FLOAT, FUNCTIONS, INT, Functions, Graph, decode
+from tilewise.core.kept import lock_for_forks
 from tilewise.gpu.functions.axes import COLUMNS, DIAGONALS, EACH, NONE, ROWS, axes_of_loads
 
-_making = threading.Lock()  # others would find a module that is not yet filled
+_making = lock_for_forks()  # others would find a module that is not yet filled
 
 
 class KernelFunctions(NamedTuple):
@@ -98,7 +98,11 @@ def _helpers(kernel: KernelFunctions) -> Helpers:
         file = module.__file__ = f"<tilewise functions {digest}>"
         linecache.cache[file] = len(source), None, source.splitlines(keepends=True), file  # Triton reads it
         sys.modules[name] = module
-        exec(compile(source, file, "exec"), module.__dict__)
+        try:
+            exec(compile(source, file, "exec"), module.__dict__)
+        except BaseException:  # an interrupt: a half of it would pass for functions that hide nothing
+            del sys.modules[name]
+            raise
     mask, score, add_captured = (
         getattr(module, f"{part}_{digest}", None) for part in ("mask_mod", "score_mod", "add_captured")
     )

@@ -277,7 +277,7 @@ def find(where, b, n):
 @triton.jit
 def head_pointers(x, b, n, block):
     """(pointers to BLOCK_H heads, which of them exist)."""
-    head = block * BLOCK_H + tl.arange(0, BLOCK_H)
+    head = tl.arange(0, BLOCK_H).to(tl.int64) + block * BLOCK_H  # heads may lie a long sequence apart
     return x.ptr + b * x.stride_batch + n * x.stride_token + head * x.stride_head, head < x.heads
 
 

@@ -216,7 +216,7 @@ class Call:
             dropout_threshold=threshold(problem.dropout_p),
             num_tiles=num_tiles,
             num_bh=num_bh,
-            l2_swizzle=l2_swizzle,
+            l2_swizzle=min(l2_swizzle, num_bh),  # times num_tiles, in 32 bits
         )
 
     def factors(self) -> Any:

@@ -97,7 +97,8 @@ def load_stat(ptr, i0, BLOCK_M: tl.constexpr):
 def score_ptrs(x, i, j, seq):
     """Pointers to the entries (i, j) of a score-shaped tensor, in 64 bits."""
     head = seq.b.to(tl.int64) * x.stride_batch + seq.h.to(tl.int64) * x.stride_head
-    return x.ptr + head + i.to(tl.int64) * x.stride_row + (j + seq.first_col) * x.stride_col
+    column = (j + seq.first_col).to(tl.int64)
+    return x.ptr + head + i.to(tl.int64) * x.stride_row + column * x.stride_col
 
 
 @triton.jit

@@ -56,9 +56,9 @@ class Expression:
         self.wide = wide_integers(graph, functions)
         self.places = scratch.rows(1, shape.lanes, "i64")  # of the numbers that a vector of loads reads
         self.terms = scratch.rows(1, shape.lanes)  # what is added to these
+        self.needed = functools.cache(self._needed)  # which goes with the kernel's builder
 
-    @functools.cache  # noqa: B019 - it goes with the kernel's builder
-    def needed(self, root: int) -> list[int]:
+    def _needed(self, root: int) -> list[int]:
         """What a node is computed from, and itself."""
         return [n for n in self.graph.reachable([root]) if self.graph.nodes[n].op != "const"]
 

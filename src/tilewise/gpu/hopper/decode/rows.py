@@ -38,7 +38,7 @@ def read_queries(q, FIRST: gl.constexpr, COLUMNS: gl.constexpr, split, sizes, cf
     head = split.kv_head * cfg.PACK + rows % cfg.PACK
     exists = (rows < cfg.ROWS) & (position < sizes.seqlen_q)
     start = gl.cast(split.batch, gl.int64) * sizes.stride_q_batch
-    offset = position * sizes.stride_q_row + head * sizes.stride_q_head
+    offset = position * sizes.stride_q_row + head.to(gl.int64) * sizes.stride_q_head
     mask = exists[:, None] & (cols < cfg.HEAD_DIM)[None, :]
     return gl.load(q + start + (offset[:, None] + cols[None, :]), mask=mask, other=0.0)
 
