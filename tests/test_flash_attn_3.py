@@ -321,10 +321,11 @@ def test_scheduler_metadata_is_what_the_call_takes():
 
 def test_windows_may_be_tensors():
     q, k, v = randn(1, 7, 2, 8), randn(1, 9, 2, 8), randn(1, 9, 2, 8)
-    window = (torch.tensor(3), torch.tensor([-1], dtype=torch.int32))
-    assert torch.equal(
-        flash_attn_func(q, k, v, window_size=window), flash_attn_func(q, k, v, window_size=(3, -1))
-    )
-    for bad in (torch.tensor(2.0), torch.tensor([1, 2])):
+    expected = flash_attn_func(q, k, v, window_size=(3, -1))
+    parts = (torch.tensor(3), torch.tensor([-1], dtype=torch.int32))
+    for window in (parts, torch.tensor([3, -1])):
+        assert torch.equal(flash_attn_func(q, k, v, window_size=window), expected)
+    both, whole = torch.tensor([1, 2]), torch.tensor(2.0)
+    for bad in ((whole, -1), (both, -1), whole, both[:1], both.float(), both[None]):
         with pytest.raises(ValueError, match="window_size="):
-            flash_attn_func(q, k, v, window_size=(bad, -1))
+            flash_attn_func(q, k, v, window_size=bad)

@@ -238,12 +238,29 @@ def test_picture():
     assert picture.count('fill-opacity="0.50"') == 4 * 3 and picture.count('fill-opacity="1.00"') == 4 * 3
 
 
+@pytest.mark.parametrize("asked", [None, ours.AuxRequest(max_scores=True)])
+@pytest.mark.parametrize("by_head", [True, False])
+def test_out_has_the_memory_order_of_query(by_head, asked):
+    q = torch.randn(2, 3, 40, 16)
+    q = q if by_head else q.transpose(1, 2).contiguous().transpose(1, 2)
+    for options in ({}, {"score_mod": SCORES["softcap"]}):
+        found = ours.flex_attention(q, q, q, return_aux=asked, **options)
+        assert (found if asked is None else found[0]).stride() == q.stride()
+
+
+def test_a_mask_of_one_block_for_any_lengths():
+    q, k, v = tensors(kv_heads=4)
+    mask = theirs._create_empty_block_mask(q, k)
+    torch.testing.assert_close(ours.flex_attention(q, k, v, block_mask=mask), ours.flex_attention(q, k, v))
+
+
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
         ({"block_mask": MASKS["causal"]}, TypeError, "create_block_mask"),
         ({"block_mask": block_mask(1, 64)}, ValueError, "lengths"),
         ({"block_mask": block_mask(3, 300)}, ValueError, "batch"),
+        ({"block_mask": block_mask(2, 64)[0]}, ValueError, "a slice"),
         ({"enable_gqa": False}, ValueError, "enable_gqa=True"),
         ({"return_aux": True}, TypeError, "AuxRequest"),
         ({"return_aux": ours.AuxRequest(lse=True), "return_lse": True}, ValueError, "return_lse"),

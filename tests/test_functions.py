@@ -56,14 +56,17 @@ def test_gradients_with_other_options():
 
 @pytest.mark.parametrize("backend", ["llvm", "tiled"])
 def test_slopes_at_bounds_are_pytorchs(backend):
-    """Where a clamp begins, at the foot of a ReLU, and far out on a sigmoid, whose exponential overflows."""
+    """Where a clamp begins, at the foot of a ReLU, and far out on a sigmoid, whose exponential overflows.
+
+    Beside them functions that are made of others.
+    """
     zeros = torch.zeros(2, dtype=torch.double, requires_grad=True)
     far = torch.tensor([-800.0, 800.0], dtype=torch.double, requires_grad=True)
 
     def score_mod(s, b, h, i, j):
         return (
             torch.relu(s) + s.clamp(0, 3) + s.clamp(max=0) + s.clamp(min=zeros[h])
-            + s * torch.sigmoid(s * 900)
+            + s * torch.sigmoid(s * 900) + torch.nn.functional.silu(s) + torch.tan(s / 9)
             + s * (torch.relu(zeros[h]) + zeros[h].clamp(0, 1) + torch.sigmoid(far[h]))
         )  # fmt: skip
 

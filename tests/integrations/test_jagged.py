@@ -70,6 +70,8 @@ def test_bad_input():
     mask = torch.ones(17, 17, dtype=torch.bool)
     with pytest.raises(TypeError, match=r"key \(layout=torch.strided\) must be nested"):
         scaled_dot_product_attention(x, dense, dense)
+    with pytest.raises(TypeError, match=r"query is nested of layout=torch.strided.*layout=torch.jagged"):
+        scaled_dot_product_attention(*[torch.nested.nested_tensor([torch.zeros(4, 6, 16)])] * 3)
     with pytest.raises(TypeError, match=r"value \(list\) must be nested"):
         scaled_dot_product_attention(x, x, [1.0])
     with pytest.raises(ValueError, match=r"query.shape=.* must be \(batch, heads, ragged seqlen, dim\)"):

@@ -351,6 +351,13 @@ def test_fa3_rotary_of_queries_alone(causal, interleaved):
         torch.testing.assert_close(out[b : b + 1], expected)
 
 
+def test_fa3_rotary_starts_without_a_rotation():
+    """They are not read: a caller may give them with every call."""
+    q, cache, held = randn(2, 3, 4, 8), randn(2, 9, 2, 8), int32(7, 9)
+    given = flash_attn_3.flash_attn_with_kvcache(q, cache, cache, cache_seqlens=held, rotary_seqlens=held)
+    assert torch.equal(given, flash_attn_3.flash_attn_with_kvcache(q, cache, cache, cache_seqlens=held))
+
+
 @pytest.mark.parametrize("options, expected", MASKS)
 def test_fa3_dense(options, expected):
     k_cache, v_cache = randn(2, 9, 2, 8), randn(2, 9, 2, 5)
@@ -522,11 +529,6 @@ FA3_BAD_CALLS = [
     ({"page_table": int32([0], [9])}, ValueError, "page_table[1]=[9]"),
     ({"rotary_seqlens": int32(1)}, ValueError, "rotary_seqlens.shape=(1,)"),
     ({"k": None, "v": None}, ValueError, "cu_seqlens_k_new must be None"),
-    (
-        {"k": None, "v": None, "cu_seqlens_k_new": None, "rotary_seqlens": int32(1, 2)},
-        ValueError,
-        "rotary_seqlens must be None",
-    ),
     (
         {
             "k": None,

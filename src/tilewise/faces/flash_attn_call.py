@@ -32,6 +32,8 @@ def options(
     Raises:
         ValueError: window_size is not two integers.
     """
+    if isinstance(window_size, Tensor) and window_size.ndim == 1:
+        window_size = tuple(window_size)  # type: ignore[assignment]
     fits = isinstance(window_size, tuple | list) and len(window_size) == 2
     if fits:
         window_size = tuple(map(_read_bound, window_size))  # type: ignore[assignment]

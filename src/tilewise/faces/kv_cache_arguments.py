@@ -124,10 +124,9 @@ def _new_layout(call: KVCacheCall, batch: int) -> Layout | None:
         if call.cu_seqlens_k_new is not None:
             raise ValueError("cu_seqlens_k_new must be None when no new k and v are given")
         is_turned = call.rotary_cos is not None or call.rotary_sin is not None
-        if is_turned != (call.rotary_seqlens is not None):
-            name = "rotary_cos" if is_turned else "rotary_seqlens"
+        if is_turned and call.rotary_seqlens is None:
             raise ValueError(
-                f"{name} must be None when no new k and v are given: only rotary_cos, rotary_sin and "
+                "rotary_cos must be None when no new k and v are given: only rotary_cos, rotary_sin and "
                 "rotary_seqlens together rotate q alone"
             )
         return None

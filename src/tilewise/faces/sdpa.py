@@ -109,10 +109,23 @@ def scaled_dot_product_attention(
             is_one_head = max(query.ndim, key.ndim, value.ndim) == 2
             out = out[0, 0] if is_one_head else out.reshape(*leading, *out.shape[1:])
         return out
-    except (ValueError, TypeError) as error:
-        functions.refuse(error)
-        kind = SDPAValueError if isinstance(error, ValueError) else SDPATypeError
-        raise kind(*error.args).with_traceback(error.__traceback__) from None
+    except (ValueError, TypeError, RuntimeError) as error:
+        raise _as_pytorchs(error, query=query, key=key, value=value) from None
+
+
+def _as_pytorchs(error: Exception, **tensors: Any) -> Exception:
+    """Of one of the two kinds above. PyTorch's own error stays, but of a tensor that can't say its shape."""
+    if not isinstance(error, ValueError | TypeError):
+        padded = [
+            n for n, t in tensors.items() if getattr(t, "is_nested", False) and t.layout == torch.strided
+        ]
+        if not padded:
+            return error
+        message = f"{padded[0]} is nested of layout=torch.strided, must be dense or of layout=torch.jagged"
+        error = TypeError(message).with_traceback(error.__traceback__)
+    functions.refuse(error)
+    kind = SDPAValueError if isinstance(error, ValueError) else SDPATypeError
+    return kind(*error.args).with_traceback(error.__traceback__)
 
 
 def _check_options(attn_mask: Any, dropout_p: float, is_causal: bool, enable_gqa: bool) -> None:

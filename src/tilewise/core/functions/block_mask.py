@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from tilewise.core.checks import shown
+from tilewise.core.functions.expression import LENGTH
 from tilewise.core.functions.tile_map import EMPTY, FULL, PARTIAL
 
 if TYPE_CHECKING:
@@ -32,6 +33,10 @@ def check_block_mask(
             f"block_mask={shown(mask)} must be None or a BlockMask, as create_block_mask makes of a mask_mod"
         )
     given = tuple(int(n) for n in mask.seq_lengths)
+    if getattr(mask.mask_mod, "__name__", None) == "_sliced_mask_mod_error":
+        raise ValueError("block_mask is a slice, which has no mask_mod: set its mask_mod and its seq_lengths")
+    if min(mask.BLOCK_SIZE) >= LENGTH:  # PyTorch's mask of one block, for any lengths
+        given = lengths
     if are_most and any(n < most for n, most in zip(given, lengths)):
         raise ValueError(f"block_mask is of lengths {given}, must be of at least {lengths}")
     if not are_most and given != lengths:

@@ -8,10 +8,12 @@ import torch
 from torch import Tensor
 from torch.nn.attention import flex_attention as theirs
 
-from tilewise.api import attention
-from tilewise.autograd import functions
+from tilewise.api import canonical_inputs
+from tilewise.autograd import functions, statistics
 from tilewise.core.checks import check_flag, check_known, check_tensors, shown
-from tilewise.core.functions.call import ScoreFunction
+from tilewise.core.functions.call import ScoreFunction, with_functions
+from tilewise.core.problem import Options, in_layout
+from tilewise.core.signature import Request, in_order
 from tilewise.core.statistics import Aux
 from tilewise.faces.autocast import autocast
 
@@ -53,7 +55,8 @@ def flex_attention(
         out (batch, num_heads, seqlen_q, head_dim_v). With return_aux, also an `AuxOutput`; with return_lse,
         also lse: (batch, num_heads, seqlen_q), natural log, float32 (float64 for float64), differentiable.
         max_scores, likewise: each query's largest visible score after score_mod; it has no gradient, and a
-        call with it no second derivatives. A query that sees no key has out 0, lse and max_scores -inf.
+        call with it no second derivatives. A query that sees no key has out 0, lse and max_scores -inf. out's
+        memory is in query's order, batch first.
 
     Raises:
         ValueError, TypeError: an argument does not fit; or as `tilewise.attention`.
@@ -91,15 +94,22 @@ def flex_attention(
     key, value = _widened(query.dtype, key, value)
     if block_mask is not None and key.shape[0] == value.shape[0] == 1:
         key, value = (t.expand(query.shape[0], -1, -1, -1) for t in (key, value))
-    found: Any = attention(
-        query, key, value, score_mod=score_mod, block_mask=block_mask, scale=scale, layout="bhsd",
-        return_lse=wants_lse, return_aux=Aux(row_max=True) if wants_max else None,
-    )  # fmt: skip
+    inputs, options = canonical_inputs(query, key, value), Options(scale=scale)
+    if score_mod is not None or block_mask is not None:
+        given, is_shard = in_layout(inputs, "bhsd"), functions.is_served()
+        given, options = with_functions(given, options, None, score_mod, block_mask, is_shard=is_shard)
+        inputs = in_layout(given, "bhsd")
+    _, by_head, by_token, _ = query.stride()  # out lies as query does, as PyTorch's
+    order, largest = "bhsd" if by_head >= by_token else "bshd", None
+    if wants_max:
+        asked = Aux(row_max=True)
+        out, lse, found = statistics.attention(in_layout(inputs, "bhsd"), options, None, asked)
+        out, largest = in_order(out, order).transpose(1, 2), found.row_max
+    else:
+        out, lse = functions.attention(inputs, options, None, Request(lse=wants_lse, order=order), "bhsd")
     if return_aux is None:
-        return found  # type: ignore[no-any-return]
-    out, *more = found if wants_lse or wants_max else (found,)
-    lse = more[0] if wants_lse else None
-    return out, theirs.AuxOutput(lse=lse, max_scores=more[-1].row_max if wants_max else None)
+        return (out, lse) if return_lse else out
+    return out, theirs.AuxOutput(lse=lse if wants_lse else None, max_scores=largest)
 
 
 def _widened(dtype: torch.dtype, *tensors: Tensor) -> list[Tensor]:
