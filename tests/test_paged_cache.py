@@ -631,7 +631,11 @@ def test_an_interrupt_leaves_the_cache_unchanged(kind, monkeypatch):
         raise KeyboardInterrupt
 
     tilewise.attention_with_cache(x, cache, x, x)
-    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-        patched.setattr(api.functions, "attention", interrupted)
-        tilewise.attention_with_cache(x, cache, x, x)
-    assert (cache.length(sequence) if kind == "pages" else int(cache.lengths)) == 3
+    for place, name in ((api.functions, "attention"), (tilewise.KVCache, "mirror")):
+        if name == "mirror" and kind == "pages":
+            continue
+        with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+            patched.setattr(place, name, interrupted)
+            tilewise.attention_with_cache(x, cache, x, x)
+        assert (cache.length(sequence) if kind == "pages" else int(cache.lengths)) == 3
+    assert kind == "pages" or cache.is_mirrored

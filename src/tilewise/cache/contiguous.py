@@ -238,6 +238,12 @@ class KVCache(Storage):
         self._lengths += new_tokens
         self.mirror(held, new_tokens)
 
+    @torch.no_grad()
+    def restore(self, held: list[int]) -> None:
+        """Count as many tokens as sequences held before."""
+        self._lengths.copy_(torch.tensor(held, dtype=self._lengths.dtype, device="cpu"))
+        self._know(held)
+
     def mirror(self, held: list[int] | None, new_tokens: int) -> None:
         """Follow `lengths`, which were counted from `held` on."""
         if held is not None and self._held is not None:

@@ -172,6 +172,7 @@ class Step(ABC, Generic[C]):
 class ContiguousStep(Step[KVCache]):
     def __init__(self, cache: KVCache, new_tokens: int) -> None:
         self.cache, self.new_tokens, self.written = cache, new_tokens, 0
+        self.held: list[int] | None = None  # before tokens were written
 
     def longest(self) -> int:
         return max(self.cache.held() or [0]) + self.new_tokens
@@ -186,11 +187,14 @@ class ContiguousStep(Step[KVCache]):
         return inputs._replace(seqlens_k=self.cache.lengths)
 
     def write(self, key: Tensor, value: Tensor | None) -> None:
+        self.held = self.cache.held() if self.cache.is_mirrored else None
         self.cache.write(key, value)
         self.written = self.new_tokens
 
     def undo(self) -> None:
-        if self.written:
+        if self.held is not None:  # an interrupt may have come before the tokens were counted, or since
+            self.cache.restore(self.held)
+        elif self.written:
             self.cache.advance(-self.written)
 
     def fused_write(self, query: Tensor, key: Tensor, value: Tensor | None, rotary: Rotary | None) -> Tensor:
