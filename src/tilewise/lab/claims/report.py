@@ -12,7 +12,7 @@ from tilewise.lab.bench.report import markdown
 from tilewise.lab.claims import run
 from tilewise.lab.claims.claim import CLAIMS, Claim, Setting
 
-HEADER = ["claim", "of", "claimed", "measured", "ratio", "holds", "on what, and why not"]
+HEADER = ["claim", "of", "claimed", "measured", "ratio", "holds", "why not, and on what"]
 ALIGNED = "|---|---|---:|---:|---:|---|---|"
 
 
@@ -42,7 +42,7 @@ def line(claim: Claim, row: dict[str, Any]) -> list[str]:
     holds, ratio = claim.holds(row["value"]), f"{row['value'] / claim.claimed:.2f}"
     said = "; ".join(part for part in (row["what"], row["note"]) if part)
     if not holds:
-        said += f". {claim.why}"
+        said = f"{claim.why} {said}"
     measured = figure(row["value"], claim.unit, 6 if claim.kind == "equal" else 4)
     return [claim.says, claim.source, claimed, measured, ratio, "yes" if holds else "**no**", said]
 
