@@ -53,7 +53,8 @@ def test_decoding_fits_and_hardly_spills(compiled_by: Compiler):
     rows = compiled_by("compile_decode.py", draw=1)
     assert rows
     for row in rows:
-        assert row["spill_bytes"] <= 104, row  # 100 with Triton 3.8, of all options; else 52
+        limit = 236 if row["case"].startswith("8_bits") else 100  # with Triton 3.6 and 3.8; 76 and 48 with 3.9
+        assert row["spill_bytes"] <= limit, row
         assert row["shared_bytes"] <= SHARED_BYTES, row
         assert (row["warpgroup_instructions"] > 0) == (row["kernel"] != "attn_decode_merge_kernel"), row
         if row["kernel"] == "attn_decode_mla_kernel":
