@@ -60,10 +60,10 @@ def forward(
 
     And, if asked for, what rounding took from lse, in its shape.
     """
+    if problem.is_quantized and (tile is not None or not launch_decode.serves(problem)):
+        problem, inputs = dequantized(problem, inputs)
     if tile is None and launch_decode.serves(problem):
         return launch_decode.forward(problem, inputs, residual=residual)
-    if problem.is_quantized:
-        problem, inputs = dequantized(problem, inputs)
     problem, inputs = as_bias(problem, inputs, distances_as_bias)
     given, inputs = inputs, launchable(inputs)
     query = inputs.query
