@@ -362,11 +362,13 @@ def test_hopper_leaves_the_gradient_of_a_bias_to_another_kernel(shape, layout, r
     assert not any(launch.launch_pdl for launch in launches[-2:])
 
 
+SCALES = ("key_scale", "value_scale")
 STEPS = {  # options, more tensors of a step, and backends that serve it by decoding
     "plain": (Options(causal=True), {}, ("hopper", "triton")),
     "window": (Options(window_left=100, softcap=5.0), {}, ("hopper", "triton")),
     "sinks": (Options(causal=True), {"sinks": ((8,), torch.float32)}, ("hopper", "triton")),
     "alibi": (Options(causal=True), {"alibi_slopes": ((8,), torch.float32)}, ("hopper", "triton")),
+    "8 bits": (Options(causal=True), dict.fromkeys(SCALES, ((16, 2), torch.float32)), ("hopper", "triton")),
     "mask": (Options(), {"mask": ((3, 1, 1, 512), torch.bool)}, ("triton",)),
     "left padding": (Options(causal=True), {"leftpad_k": ((3,), torch.int32)}, ("triton",)),
 }
@@ -378,11 +380,14 @@ STEPS = {  # options, more tensors of a step, and backends that serve it by deco
 def test_later_steps_of_a_cache_launch_what_the_first_does(step, backend, is_paged, order, recorder):
     """The queries are a slice of queries, keys and values: one token's stride says more than its shape."""
     options, shapes, _ = STEPS[step]
+    is_8_bit = step == "8 bits"
+    is_paged = is_paged or is_8_bit
 
     def inputs():
         q = torch.zeros(3, 1, 3 * 8, 128, dtype=torch.bfloat16)[:, :, :8]
         shape = (16, 64, 2, 128) if is_paged else (3, 512, 2, 128)
-        k, v = (torch.zeros(shape, dtype=torch.bfloat16) for _ in range(2))
+        dtype = torch.float8_e4m3fn if is_8_bit else torch.bfloat16
+        k, v = (torch.zeros(shape, dtype=dtype) for _ in range(2))
         table = torch.zeros(3, 8, dtype=torch.int32) if is_paged else None
         lengths = torch.full((3,), 290, dtype=torch.int32)
         more = {name: torch.zeros(shape, dtype=dtype) for name, (shape, dtype) in shapes.items()}

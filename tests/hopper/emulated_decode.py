@@ -49,6 +49,7 @@ CASES: dict[str, tuple[int, int, int, int, int, int | None, int, dict[str, Any]]
     "8_bits_d64": (2, 8, 2, 64, 64, 128, 5, {"window_left": 70, "8 bits": True, "size": 1e-30}),
     "8_bits_d48": (2, 4, 2, 48, 48, 64, 40, {"softcap": 3.0, "sinks": True, "8 bits": True}),
     "8_bits_alibi": (16, 4, 1, 128, 112, 64, 4, {"alibi": True, "causal": True, "8 bits": True}),
+    "8_bits_small_weights": (1, 4, 1, 64, 64, 64, 3, {"8 bits": True, "lengths": [700], "sink": True}),
     "8_bits_wrong_pages": (1, 4, 1, 64, 64, 64, 9, {"8 bits": True, "wrong": {3: (8, 1 << 30), 4: (0, -1)}}),
     "window": (4, 4, 2, 128, 128, 16, 6, {"window_left": 70, "window_right": 1}),
     "left_window": (1, 2, 2, 64, 64, None, 3, {"window_left": 130}),
@@ -115,6 +116,7 @@ def check(name: str) -> float:
     is_dense = options.pop("dense", False)
     capacity = 1100 if is_dense else 768
     all_lengths = [capacity] * 2 if is_dense else options.pop("lengths", LENGTHS)
+    has_sink = options.pop("sink", False)
     wrong, is_8_bit, size = options.pop("wrong", {}), options.pop("8 bits", False), options.pop("size", 1.0)
     batch, lengths = len(all_lengths), torch.tensor(all_lengths, dtype=torch.int32)
     q = torch.randn(batch, queries, heads, dim).bfloat16() * size
@@ -124,6 +126,9 @@ def check(name: str) -> float:
     k, v = (torch.randn(batch, capacity, kv_heads, d).bfloat16() for d in (dim, dim_v))
     if is_latent:
         v = k[..., :dim_v]
+    if has_sink:  # a first key that has nearly all weight, and no value: the others have 2^-26 each
+        q, k, v = torch.ones_like(q), torch.zeros_like(k), torch.full_like(v, 400.0)
+        k[:, 0], v[:, 0] = 26 * 0.6931 / dim**0.5, 0.0
     beyond = (torch.arange(capacity) >= lengths[:, None])[..., None, None]
     stored = [t.masked_fill(beyond, NAN) for t in (k, v)]
     extras: dict[str, torch.Tensor] = {} if is_dense else {"seqlens_k": lengths}
@@ -132,7 +137,9 @@ def check(name: str) -> float:
         stored = [in_pages(t, page_size, extras["page_table"]) for t in stored]
         if is_8_bit:
             stored = [t.to(torch.float8_e4m3fn) for t in stored]
-            scales = [2.0 ** torch.randint(-2, 3, (len(stored[0]), kv_heads)) for _ in stored]
+            scales = [
+                2.0 ** torch.randint(-2, 3, (len(stored[0]), kv_heads)).mul(not has_sink) for _ in stored
+            ]
             extras |= {"key_scale": scales[0], "value_scale": scales[1]}
             k, v = (
                 (pages.float() * scale[:, None, :, None])[extras["page_table"].long()].flatten(1, 2)

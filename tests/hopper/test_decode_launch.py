@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tilewise.core.problem import AttentionProblem, Inputs, Options, describe
+from tilewise.gpu.hopper import plan
 from tilewise.gpu.hopper.common import host
 from tilewise.gpu.hopper.decode import launch as decode_launch, mla_launch as decode_mla_launch
 
@@ -19,11 +20,15 @@ def cached(
     dim: int = 64,
     page_size: int | None = None,
     keys: int = 512,
+    is_8_bit: bool = False,
     **extras: Any,
 ) -> AttentionProblem:
     q = torch.empty(2, queries, heads, dim, dtype=torch.bfloat16, device="meta")
     lead = (2, keys) if page_size is None else (2 * keys // page_size, page_size)
-    k, v = (torch.empty(*lead, 1, dim, dtype=torch.bfloat16, device="meta") for _ in range(2))
+    dtype = torch.float8_e4m3fn if is_8_bit else torch.bfloat16
+    k, v = (torch.empty(*lead, 1, dim, dtype=dtype, device="meta") for _ in range(2))
+    if is_8_bit:
+        extras |= {name: torch.empty(lead[0], 1, device="meta") for name in ("key_scale", "value_scale")}
     lengths = torch.empty(2, dtype=torch.int32, device="meta")
     if page_size is not None:
         extras["page_table"] = torch.empty(2, keys // page_size, dtype=torch.int32, device="meta")
@@ -33,16 +38,27 @@ def cached(
 def test_what_is_served():
     for served in (cached(16), cached(heads=64), cached(page_size=16), cached(dim=128)):
         assert decode_launch.supports(served) is None
+    for page_size, dim in ((64, 128), (64, 48), (256, 64)):
+        cfg = decode_launch.decode_config(problem := cached(page_size=page_size, dim=dim, is_8_bit=True))
+        assert decode_launch.supports(problem) is None and cfg.HAS_SCALES and cfg.PAGES == cfg.BOXES == 1
     leftpad = torch.empty(2, dtype=torch.int32, device="meta")
     refused = {
         "head sizes to 128": cached(dim=256),
         "64 query heads": cached(heads=65),
         "left padding": cached(leftpad_k=leftpad),
         "powers of two": cached(page_size=4),
+        "8-bit pages of at least 64 tokens, not 32": cached(page_size=32, is_8_bit=True),
+        "multiples of 16, both above 64 or none, not (40, 40)": cached(page_size=64, dim=40, is_8_bit=True),
         "2 sequences of 8589934592": cached(heads=1, keys=1 << 33),
     }
     for reason, problem in refused.items():
         assert reason in (decode_launch.supports(problem) or "")
+
+
+def test_prefill_from_8_bit_pages_is_refused():
+    problem = cached(2000, page_size=64, keys=4096, is_8_bit=True)
+    assert "8-bit pages for few queries, up to 16" in (plan.unserved_shape(problem) or "")
+    assert plan.unserved_shape(cached(16, page_size=64, is_8_bit=True)) is None
 
 
 def test_more_queries_are_served_where_the_keys_are_worth_cutting():

@@ -134,6 +134,9 @@ CASES = {
     "decode_8_bits_fp16_d64": Case(
         64, 64, torch.float16, extras=("paged", "8 bits"), seqlen_q=8, kv_heads=1, page_size=64
     ),
+    "decode_8_bits_float32": Case(
+        128, 128, torch.float32, extras=("paged", "8 bits"), seqlen_q=1, kv_heads=2
+    ),
     "decode_8_bits_absorbed": Case(
         576, 512, extras=("paged", "8 bits", "in_key"), heads=16, kv_heads=1, seqlen_q=1
     ),

@@ -97,7 +97,7 @@ def unserved_shape(problem: AttentionProblem) -> str | None:
     if problem.is_cached and (decode_launch.has_few_queries(problem) or decode_launch.is_faster(problem)):
         return decode_launch.supports(problem)
     if problem.is_quantized:
-        return f"takes 8-bit pages for up to {decode_launch.FEW_QUERIES} queries"
+        return f"takes 8-bit pages for few queries, up to {decode_launch.FEW_QUERIES} of any cache"
     if problem.page_size is not None and not host.can_load_pages(problem.page_size):
         return f"takes page sizes that are powers of two from 8, not {problem.page_size}"
     return None

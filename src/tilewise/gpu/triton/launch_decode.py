@@ -34,8 +34,8 @@ def serves(problem: AttentionProblem) -> bool:
     is_short = 0 < problem.seqlen_q <= MAX_QUERIES and problem.seqlen_k >= MIN_KEYS
     if problem.dtype == torch.float32 and max(problem.head_dim, problem.head_dim_v) > 256:
         return False  # sums of so many products in one chain are off by more than the error rule allows
-    if problem.is_quantized and not is_interpreted() and gpu_of(None).capability < (8, 9):
-        return False  # which has no float8 numbers
+    if problem.is_quantized and not is_interpreted() and gpu_capability(torch.device("cuda")) < (8, 9):
+        return False  # without float8 numbers
     is_plain = problem.dropout_p == 0 and problem.functions is None
     return is_short and not problem.is_packed and is_plain and problem.num_heads > 0
 

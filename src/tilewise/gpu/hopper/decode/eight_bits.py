@@ -1,7 +1,14 @@
-"""8-bit pages in the decoding kernel: numbers become float16 on their way to the tensor cores, exactly.
+"""8-bit pages in the decoding kernel: keys and values become float16 on their way to the tensor cores.
 
-Two of float8_e4m3fn are one instruction. The scales of pages, powers of two, join scores and exponents, of
-which there are fewer: p = exp(s + log v_scale - m), and l takes it out again.
+Of float8_e4m3fn that is exact, and one instruction for two numbers. The scales of pages, powers of two, join
+scores and exponents, of which there are fewer: p = exp(s + log v_scale - m), and l takes it out again. A tile
+lies in one page, so it has one scale of keys and one of values.
+
+    k ring, 8 bits --> registers --> keys,   float16 --> S = Q K^T
+    v ring, 8 bits --> registers --> values, float16 --> O += P V
+
+Each warpgroup has `keys` and `values` [64 or 128, BLOCK_D] of its own. A ring's slot is released once it is
+in registers. `keys` is written again when S has been awaited, `values` when O has.
 """
 
 from tilewise.gpu.hopper.common.compat import (
@@ -25,10 +32,13 @@ EXPONENT = gl.constexpr(0x7F800000)  # bits of a float32
 
 @gluon.jit
 def load_queries_as_float16(q, smem, split, sizes, cfg: gl.constexpr):
-    """Queries of all heads of a key head [64, BLOCK_D], each over its unit, to below 512: the units [64]."""
+    """Queries of all heads of a key head [64, BLOCK_D], each over its unit, to below 512: the units [64].
+
+    Units are powers of two. bfloat16 numbers down to 2^-25 of their row's largest keep all bits.
+    """
     x = read_queries(q, 0, cfg.BLOCK_D, split, sizes, cfg).to(gl.float32)
     largest = gl.maximum(gl.max(gl.abs(x), 1), SMALLEST)
-    unit = float_of(bits_of(largest) & EXPONENT) * 2.0**-8  # a power of two
+    unit = float_of(bits_of(largest) & EXPONENT) * 2.0**-8
     smem.store((x * (1.0 / unit)[:, None]).to(gl.float16))
     fence_async_shared()  # the stores above are visible to wgmma
     return gl.convert_layout(unit, row_layout(cfg.BLOCK_N))
@@ -36,13 +46,14 @@ def load_queries_as_float16(q, smem, split, sizes, cfg: gl.constexpr):
 
 @gluon.jit
 def widen(tile, smem):
-    """An 8-bit tile [BLOCK_N, columns] as float16 into shared memory."""
-    LANES: gl.constexpr = (
-        tile.shape[1] // 8
-    )  # of a row: no two of those that access memory at once share a bank
+    """An 8-bit tile [BLOCK_N, columns] as float16 into shared memory.
+
+    A thread has 8 columns side by side, and its neighbours the next: no bank is asked twice at once.
+    """
+    LANES: gl.constexpr = tile.shape[1] // 8  # of a row
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [4, 1], [1, 0])
     smem.store(tile.load(layout).to(gl.float16))
-    fence_async_shared()
+    fence_async_shared()  # the stores above are visible to wgmma
 
 
 @gluon.jit

@@ -13,7 +13,7 @@ is bound by memory, and keeps bytes in flight: the load roles run ahead across t
 warpgroups work on alternate tiles, each with an O of its own. At the end of a split the first one adds the
 second one's to its own. A ring has an even number of slots, so that only one warpgroup waits for a slot: with
 two, one could be a phase ahead of the other, and a parity does not tell one phase from the next but one.
-Source: Dao et al., "Flash-Decoding" (2023).
+Of 8-bit pages the mma roles make float16 first: `eight_bits`. Source: Dao et al., "Flash-Decoding" (2023).
 
 The second kernel, and the next one's first, are launched early (programmatic dependent launch), so that
 their start overlaps the end of the one before. Each waits for that one before it reads what it wrote.

@@ -31,7 +31,8 @@ STAGES = 4  # 4 x 32 KB under way; 6 were slower
 FEW_KEYS = 1 << 18  # of all key heads: so few go faster with 2 stages, and reading 32 page numbers
 START_UNITS = 4  # 8 sequences of 0 to 16k keys, 8 queries: 85 us with 0, 74 with 2, 73 with 4
 FEW_SPLITS = 4  # of a segment: up to these, an even number of workers is worth more than all of them
-MERGE_REGISTERS = 104  # with 384 threads of 136 they are all that a multiprocessor has
+MERGE_REGISTERS = 104  # of 128 threads; with 384 of REGISTERS they are all that a multiprocessor has
+REGISTERS = 136  # on average over two consumer warpgroups and a producer's worth
 USUAL_SMS = 132
 MAX_UNITS = 1 << 26  # of the schedule: `stream_k.quotient` is exact for shares of up to 2^19
 GROUP_COLUMNS = 64  # beside `host.GROUP_ROWS`
@@ -72,7 +73,7 @@ def supports(problem: AttentionProblem) -> str | None:
 
 
 def unserved_8_bit_pages(problem: AttentionProblem) -> str | None:
-    """None if a tile has one scale, and TMA can take its rows."""
+    """None if a tile has one scale, TMA can take its rows, and one copy a tile."""
     sizes = (problem.head_dim, problem.head_dim_v)
     if problem.page_size is None or problem.page_size < LEAST_TILE:
         return f"takes 8-bit pages of at least {LEAST_TILE} tokens, not {problem.page_size}"
@@ -283,7 +284,7 @@ def decode_config(problem: AttentionProblem) -> DecodeConfig:
     block_n = 128 if block_d == 64 else LEAST_TILE  # 16 KB of K, 8 of 8 bits
     page_size = problem.page_size or 0
     consumer_registers = 160 if block_d == block_dv == 64 else 168
-    if problem.is_quantized:  # a tile in one page, so in one copy
+    if problem.is_quantized:  # a tile in one page, so in one copy, for which a producer needs few registers
         block_n, consumer_registers = min(block_n, page_size), 184
     whole_pages = 0 < page_size < block_n and problem.head_dim == problem.head_dim_v == 2 * GROUP_COLUMNS
     box_rows = host.GROUP_ROWS if whole_pages else min(page_size or block_n, block_n)
@@ -301,7 +302,7 @@ def decode_config(problem: AttentionProblem) -> DecodeConfig:
         BLOCK_N=block_n,
         STAGES=2 if is_short else STAGES,
         CONSUMER_REGISTERS=consumer_registers,
-        PRODUCER_REGISTERS=3 * 136 - 2 * consumer_registers,
+        PRODUCER_REGISTERS=3 * REGISTERS - 2 * consumer_registers,
         HEAD_DIM=problem.head_dim,
         HEAD_DIM_V=problem.head_dim_v,
         BLOCK_D=block_d,

@@ -11,6 +11,8 @@ from tilewise.gpu.hopper.common.softmax import (
     softcapped,
 )
 
+LOG2_LARGEST = gl.constexpr(15.0)  # of weights of 8-bit values: float16 ends at 2^16
+
 
 @gluon.jit
 def has_edge(tile, split, sizes, cfg: gl.constexpr):
@@ -36,7 +38,7 @@ def softmax_step(
     scale_log2e = factors.scale_log2e
     if cfg.HAS_SCALES and (cfg.HAS_SOFTCAP or cfg.HAS_ALIBI):
         s = s * unit[:, None]
-        unit = unit * 0.0 + 1.0
+        unit = gl.full([64], 1.0, gl.float32, unit.type.layout)
     if cfg.HAS_SOFTCAP:
         s = softcapped(s, factors)
     if cfg.HAS_ALIBI:
@@ -59,9 +61,13 @@ def softmax_step(
 
 @gluon.jit
 def scaled_softmax(s, m, scale, value_scale):
-    """`online_softmax` of rows that have a scale each, with weights times value_scale."""
+    """`online_softmax` of rows that have a scale each, with weights times value_scale.
+
+    m is `LOG2_LARGEST` below the maximum: the largest weight is 2^15, and float16 holds others down to 2^-39
+    of it. out and lse are the same for any m, as l and O are in units of 2^m.
+    """
     log2_value = log2(value_scale)
-    m_new = gl.maximum(m, gl.max(s, 1) * scale + log2_value)
+    m_new = gl.maximum(m, gl.max(s, 1) * scale + log2_value - LOG2_LARGEST)
     m_finite = finite_or_zero(m_new)
     p = exp2(s * scale[:, None] + (log2_value - m_finite)[:, None])
     return p, m_new, exp2(m - m_finite)
