@@ -36,6 +36,7 @@ DECODING = (
     *("decode_d64", "decode_d128", "decode_long", "decode_rows", "decode_rows_paged", "decode_d256"),
     *("decode_float32", "decode_absorbed", "decode_absorbed_paged", "decode_576_512", "decode_everything"),
     *("decode_8_bits", "decode_8_bits_fp16_d64", "decode_8_bits_absorbed"),
+    "decode_8_bits_float32",
 )
 # Bytes of registers that may spill: with headline shapes; with every option or very wide heads.
 FEW, SOME = 64, 1024

@@ -186,6 +186,7 @@ def _table_tile(problem: AttentionProblem, capability: tuple[int, int]) -> Decod
         problem.batch * problem.num_kv_heads * problem.seqlen_k,
         problem.is_paged,
         problem.is_value_in_key,
+        problem.is_quantized,
     )
 
 

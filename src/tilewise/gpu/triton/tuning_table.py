@@ -224,6 +224,7 @@ def decode_tile(
     keys: int,
     is_paged: bool = False,
     is_shared: bool = False,
+    is_8_bit: bool = False,
 ) -> DecodeTile:
     """The tile of the decoding kernel.
 
@@ -236,13 +237,14 @@ def decode_tile(
         rows: queries times the heads of a GQA group.
         keys: sequences times key heads times the longest sequence.
         is_shared: the values lie in the keys, so that half the memory is enough.
+        is_8_bit: keys and values are: as float32 with a tile ahead they spill up to 3 KB a thread.
 
     Example:
         >>> decode_tile((9, 0), False, 128, rows=4, keys=1 << 20)
         DecodeTile(block_m=64, block_n=64, workers=4, num_warps=4, num_stages=4, is_transposed=False)
     """
     if is_float32:
-        return DecodeTile(16, 32, 2, 4, 2)
+        return DecodeTile(16, 32, 2, 4, 1 if is_8_bit else 2)
     if capability[0] not in (9, 10):  # shared memory for two workers of 48 KB on any GPU
         return DecodeTile(32, 32, 2, 4, 4) if head_dim <= 128 else DecodeTile(16, 16, 2, 4, 2)
     if head_dim > 256:
