@@ -34,6 +34,12 @@ CASES = {
     "8_bits_d64": Case(
         64, 64, torch.float16, CAUSAL, ("paged", "8 bits"), seqlen_q=4, kv_heads=2, page_size=128
     ),
+    "8_bits_small_pages": Case(
+        128, 128, options=CAUSAL, extras=("paged", "8 bits"), seqlen_q=1, kv_heads=1, page_size=16
+    ),
+    "8_bits_many_rows": Case(
+        112, 128, options=CAUSAL, extras=("paged", "8 bits"), seqlen_q=5, heads=6, kv_heads=1, page_size=64
+    ),
     "8_bits_everything": Case(
         128,
         112,

@@ -775,6 +775,7 @@ def install() -> None:
         halves=_halves, float_pair=lambda words: _pairs(words.contiguous().view(torch.float32)),
         start_next_kernel=lambda: None, wait_for_previous_kernel=lambda: None,
         load_tile=load_tile, warpgroup_mma=warpgroup_mma,
+        mma_v2=lambda a, b, acc: acc + a.float() @ b.float(),
         store_tile=lambda d, c, s: _copy_out(d, c, s, False),
         add_tile=lambda d, c, s: _copy_out(d, c, s, True),
         wait_for_stores=wait_for_stores,

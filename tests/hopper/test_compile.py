@@ -53,10 +53,12 @@ def test_decoding_fits_and_hardly_spills(compiled_by: Compiler):
     rows = compiled_by("compile_decode.py", draw=1)
     assert rows
     for row in rows:
-        limit = 236 if row["case"].startswith("8_bits") else 100  # Triton 3.6 and 3.8; 3.9: 76 and 48
+        is_8_bit = row["case"].startswith("8_bits")
+        limit = 208 if is_8_bit else 100  # Triton 3.6 and 3.8; 3.9: 180 and 60
         assert row["spill_bytes"] <= limit, row
         assert row["shared_bytes"] <= SHARED_BYTES, row
-        assert (row["warpgroup_instructions"] > 0) == (row["kernel"] != "attn_decode_merge_kernel"), row
+        assert (row["matrix_instructions"] > 0) == (row["kernel"] != "attn_decode_merge_kernel"), row
+        assert row["warpgroup_instructions"] == (0 if is_8_bit else row["matrix_instructions"]), row
         if row["kernel"] == "attn_decode_mla_kernel":
             assert not row["is_serialized"], row
 

@@ -100,7 +100,7 @@ def in_8_bits(inputs: Inputs) -> tuple[Inputs, Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("dims", [(128, 128), (64, 64), (48, 32), (112, 96)], ids=str)
-@pytest.mark.parametrize("page_size", [64, 256])
+@pytest.mark.parametrize("page_size", [16, 32, 64, 256])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_8_bit_pages(dims: tuple[int, int], page_size: int, dtype: torch.dtype):
     for queries in (1, 5, 40):

@@ -38,16 +38,17 @@ def cached(
 def test_what_is_served():
     for served in (cached(16), cached(heads=64), cached(page_size=16), cached(dim=128)):
         assert decode_launch.supports(served) is None
-    for page_size, dim in ((64, 128), (64, 48), (256, 64)):
+    for page_size, dim, pages in ((16, 128, 4), (64, 128, 2), (64, 48, 2), (256, 64, 1)):
         cfg = decode_launch.decode_config(problem := cached(page_size=page_size, dim=dim, is_8_bit=True))
-        assert decode_launch.supports(problem) is None and cfg.HAS_SCALES and cfg.PAGES == cfg.BOXES == 1
+        assert decode_launch.supports(problem) is None and cfg.HAS_SCALES and cfg.PAGES == cfg.BOXES == pages
     leftpad = torch.empty(2, dtype=torch.int32, device="meta")
     refused = {
         "head sizes to 128": cached(dim=256),
         "64 query heads": cached(heads=65),
         "left padding": cached(leftpad_k=leftpad),
         "powers of two": cached(page_size=4),
-        "8-bit pages of at least 64 tokens, not 32": cached(page_size=32, is_8_bit=True),
+        "8-bit pages of at least 16 tokens, not 8": cached(page_size=8, is_8_bit=True),
+        "8-bit pages for 32 query heads on a key head, not 33": cached(heads=33, page_size=64, is_8_bit=True),
         "multiples of 16, both above 64 or none, not (40, 40)": cached(page_size=64, dim=40, is_8_bit=True),
         "2 sequences of 8589934592": cached(heads=1, keys=1 << 33),
     }

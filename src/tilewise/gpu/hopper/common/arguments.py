@@ -301,7 +301,8 @@ class DecodeConfig(KernelConfig):
     HAS_ROW_TILES: bool  # a sequence's queries take several such tiles
     BOX_ROWS: int  # of one TMA copy: no more than a page has
     BOX_WIDTH: int
-    HAS_SCALES: bool = False  # 8-bit pages, of which a tile lies in one
+    HAS_SCALES: bool = False  # 8-bit pages
+    READERS: int = 1  # consumers of each tile: of 8-bit pages both, for 16 rows each, if there are more
     WHOLE_PAGES: bool  # a page that is full takes one TMA copy, whatever the boxes
     PAGE_LANES: int  # page numbers that a load warp reads at once: PAGES, or 32, which are summed faster
     MERGE_ROWS: int

@@ -6,6 +6,7 @@ from triton._C.libtriton import ir as _ir
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import builtin as _builtin
+from triton.experimental.gluon.language.nvidia.ampere import mma_v2 as mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared as fence_async_shared,
     mbarrier as mbarrier,

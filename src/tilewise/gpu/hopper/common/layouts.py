@@ -33,6 +33,12 @@ def row_layout(num_columns, depth=16):
 
 
 @gluon.constexpr_function
+def warp_layout():
+    """Of accumulators [4, 16, columns] of mma, one a warp. As [64, columns] it is `accumulator_layout`."""
+    return gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[4, 1, 1], instr_shape=[1, 16, 8])
+
+
+@gluon.constexpr_function
 def partial_layout():
     """Of [64, 4] values: each row has one in each of the four threads that share it."""
     return gl.DistributedLinearLayout(

@@ -13,7 +13,7 @@ is bound by memory, and keeps bytes in flight: the load roles run ahead across t
 warpgroups work on alternate tiles, each with an O of its own. At the end of a split the first one adds the
 second one's to its own. A ring has an even number of slots, so that only one warpgroup waits for a slot: with
 two, one could be a phase ahead of the other, and a parity does not tell one phase from the next but one.
-Of 8-bit pages the mma roles make float16 first: `eight_bits`. Source: Dao et al., "Flash-Decoding" (2023).
+8-bit pages: `eight_bits`. Source: Dao et al., "Flash-Decoding" (2023).
 
 The second kernel, and the next one's first, are launched early (programmatic dependent launch), so that
 their start overlaps the end of the one before. Each waits for that one before it reads what it wrote.
@@ -34,10 +34,10 @@ from tilewise.gpu.hopper.common.guards import split_poison
 from tilewise.gpu.hopper.common.layouts import accumulator_layout, operand_layout, row_layout, tile_layout
 from tilewise.gpu.hopper.common.products import product
 from tilewise.gpu.hopper.common.softmax import LOG2_E
-from tilewise.gpu.hopper.decode.eight_bits import attend_8_bit_tiles
+from tilewise.gpu.hopper.decode.eight_bits import attend_8_bit_tiles, combine_warps
 from tilewise.gpu.hopper.decode.load import load_role
 from tilewise.gpu.hopper.decode.rows import combine_halves, load_queries, send_half, store_split
-from tilewise.gpu.hopper.decode.softmax import softmax_step
+from tilewise.gpu.hopper.decode.softmax import first_row, row_numbers, softmax_step
 from tilewise.gpu.hopper.decode.stream_k import make_schedule, split_at, worker_units
 
 
@@ -47,37 +47,33 @@ class Shared:
 
     k: Ring  # STAGES tiles [BLOCK_N, BLOCK_D]
     v: Ring  # STAGES tiles [BLOCK_N, BLOCK_DV]
-    q: gl.shared_memory_descriptor  # [WARPGROUPS, 64, BLOCK_D]
-    wide: gl.shared_memory_descriptor  # [2 * WARPGROUPS, BLOCK_N, BLOCK_D] of 8-bit keys and values, else q
-    half: Ring  # one tile: the second warpgroup's acc of a split, [BLOCK_DV / 8, 512] as `by_threads` has it
-    half_stats: gl.shared_memory_descriptor  # [2, 64]: its m and l
+    q: gl.shared_memory_descriptor  # [WARPGROUPS, 64, BLOCK_D], but for 8-bit pages
+    half: Ring  # READERS tiles: a warpgroup's acc of a split, [BLOCK_DV / 8, 512] as `by_threads` has it
+    half_stats: gl.shared_memory_descriptor  # [2 * READERS, 64]: their m and l
 
 
 @gluon.jit
 def make_shared(dtype: gl.constexpr, cfg: gl.constexpr):
     """At head size 128: 4 x 32 KB of keys and values, 32 KB of queries, 32 KB of acc = 192 KB of 227 KB.
 
-    Of 8 bits: 4 x 16 KB, and 64 KB of what they become.
+    Of 8 bits as many bytes of keys and values, which are twice as many.
     """
-    wide_dtype: gl.constexpr = gl.float16 if cfg.HAS_SCALES else dtype
     k_layout: gl.constexpr = tile_layout([cfg.BLOCK_N, cfg.BLOCK_D], dtype, cfg.WHOLE_PAGES)
     v_layout: gl.constexpr = tile_layout([cfg.BLOCK_N, cfg.BLOCK_DV], dtype, cfg.WHOLE_PAGES)
-    q_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, cfg.BLOCK_D], wide_dtype)
     k = gl.allocate_shared_memory(dtype, [cfg.STAGES, cfg.BLOCK_N, cfg.BLOCK_D], k_layout)
     v = gl.allocate_shared_memory(dtype, [cfg.STAGES, cfg.BLOCK_N, cfg.BLOCK_DV], v_layout)
-    q = gl.allocate_shared_memory(wide_dtype, [cfg.WARPGROUPS, 64, cfg.BLOCK_D], q_layout)
-    wide = q
-    if cfg.HAS_SCALES:
-        wide_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for(
-            [cfg.BLOCK_N, cfg.BLOCK_D], wide_dtype
-        )
-        wide_shape: gl.constexpr = [2 * cfg.WARPGROUPS, cfg.BLOCK_N, cfg.BLOCK_D]
-        wide = gl.allocate_shared_memory(wide_dtype, wide_shape, wide_layout)
-    half_shape: gl.constexpr = [1, cfg.BLOCK_DV // 8, 512]
+    q = k  # of 8-bit pages nothing: queries stay in registers
+    if not cfg.HAS_SCALES:
+        q_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, cfg.BLOCK_D], dtype)
+        q = gl.allocate_shared_memory(dtype, [cfg.WARPGROUPS, 64, cfg.BLOCK_D], q_layout)
+    half_shape: gl.constexpr = [cfg.READERS, cfg.BLOCK_DV // 8, 512]
     half = gl.allocate_shared_memory(gl.float32, half_shape, gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
-    stats = gl.allocate_shared_memory(gl.float32, [2, 64], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    k_ring, v_ring = make_ring(k, cfg.STAGES, 1, 1), make_ring(v, cfg.STAGES, 1, 1)
-    return Shared(k_ring, v_ring, q, wide, make_ring(half, 1, 1, 1), stats)
+    stats = gl.allocate_shared_memory(
+        gl.float32, [2 * cfg.READERS, 64], gl.SwizzledSharedLayout(1, 1, 1, [0])
+    )
+    k_ring = make_ring(k, cfg.STAGES, 1, cfg.READERS)
+    v_ring = make_ring(v, cfg.STAGES, 1, cfg.READERS)
+    return Shared(k_ring, v_ring, q, make_ring(half, cfg.READERS, 1, 1), stats)
 
 
 # ---- the mma roles
@@ -107,7 +103,9 @@ def attend_tiles(W: gl.constexpr, acc, m, l, use, split, slope_log2, smem, sizes
 @gluon.jit
 def mma_role(W: gl.constexpr, q, targets, cache, slopes, smem, sizes, factors, cfg: gl.constexpr):
     """Warpgroup W: every WARPGROUPS-th tile of the worker's. The first one stores a split for both."""
-    rows = gl.arange(0, 64, row_layout(cfg.BLOCK_N))
+    by_row: gl.constexpr = row_layout(cfg.BLOCK_N // (4 if cfg.HAS_SCALES else 1))
+    first = first_row(W, cfg)
+    rows = row_numbers(first, by_row, cfg)
     wait_for_previous_kernel()
     if W == 0:
         start_next_kernel()
@@ -117,26 +115,32 @@ def mma_role(W: gl.constexpr, q, targets, cache, slopes, smem, sizes, factors, c
     splits = 0
     while unit < end:
         split = split_at(unit, end, schedule, sizes, cfg, 4)
-        slope_log2 = gl.full([64], 0.0, gl.float32, row_layout(cfg.BLOCK_N))
+        slope_log2 = gl.full([64], 0.0, gl.float32, by_row)
         if cfg.HAS_ALIBI:
             head = split.kv_head * cfg.PACK + rows % cfg.PACK
             slope = gl.load(slopes + split.batch * sizes.stride_slopes + head)
             slope_log2 = slope.to(gl.float32) * LOG2_E
-        m = gl.full([64], float("-inf"), gl.float32, row_layout(cfg.BLOCK_N))
-        l = gl.full([64], 0.0, gl.float32, row_layout(cfg.BLOCK_N))
-        if W == 0:
+        m = gl.full([64], float("-inf"), gl.float32, by_row)
+        l = gl.full([64], 0.0, gl.float32, by_row)
+        if W == 0 or cfg.READERS == 2:
             l += split_poison(cache, split, sizes, cfg)
-        acc = gl.full([64, cfg.BLOCK_DV], 0.0, gl.float32, accumulator_layout(cfg.BLOCK_DV))
         if cfg.HAS_SCALES:
             acc, m, l = attend_8_bit_tiles(
-                W, q, acc, m, l, use, split, slope_log2, cache, smem, sizes, factors, cfg
+                W, q, m, l, use, split, slope_log2, cache, smem, sizes, factors, cfg
             )
         else:
+            acc = gl.full([64, cfg.BLOCK_DV], 0.0, gl.float32, accumulator_layout(cfg.BLOCK_DV))
             load_queries(q, smem.q.index(W), split, sizes, cfg)
             acc, m, l = attend_tiles(W, acc, m, l, use, split, slope_log2, smem, sizes, factors, cfg)
-        if W == 0:
+        if cfg.READERS == 2:
+            acc, m, l = combine_warps(W, acc, m, l, smem, cfg)
+            store_split(targets, acc, m, l, first, split, sizes, factors, cfg)
+        elif W == 0:
             acc, m, l = combine_halves(acc, m, l, splits, smem, cfg)
-            store_split(targets, acc, m, l, split, sizes, factors, cfg)
+            if cfg.HAS_SCALES:
+                acc, m, l = combine_warps(W, acc, m, l, smem, cfg)
+            smem.half.release(splits)
+            store_split(targets, acc, m, l, first, split, sizes, factors, cfg)
         else:
             send_half(acc, m, l, splits, smem, cfg)
         splits += 1

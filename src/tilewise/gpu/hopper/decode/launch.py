@@ -26,6 +26,8 @@ MIN_KEYS = 256  # below, other kernels have as much to read as to compute
 MANY_KEYS = 1024
 MAX_HEAD_DIM = 128
 MAX_BATCH = 256
+LEAST_8_BIT_PAGE = 16  # as many keys of a tile has a warp
+MOST_8_BIT_ROWS = 32  # of a tile of queries: 16 a warpgroup
 LEAST_TILE = 64  # keys of one at head size 128
 STAGES = 4  # 4 x 32 KB under way; 6 were slower
 FEW_KEYS = 1 << 18  # of all key heads: so few go faster with 2 stages, and reading 32 page numbers
@@ -73,10 +75,12 @@ def supports(problem: AttentionProblem) -> str | None:
 
 
 def unserved_8_bit_pages(problem: AttentionProblem) -> str | None:
-    """None if a tile has one scale, TMA can take its rows, and one copy a tile."""
+    """None if a warp's keys of a tile have one scale, and TMA can take their rows whole."""
     sizes = (problem.head_dim, problem.head_dim_v)
-    if problem.page_size is None or problem.page_size < LEAST_TILE:
-        return f"takes 8-bit pages of at least {LEAST_TILE} tokens, not {problem.page_size}"
+    if problem.page_size is None or problem.page_size < LEAST_8_BIT_PAGE:
+        return f"takes 8-bit pages of at least {LEAST_8_BIT_PAGE} tokens, not {problem.page_size}"
+    if problem.group_size > MOST_8_BIT_ROWS:
+        return f"takes 8-bit pages for {MOST_8_BIT_ROWS} query heads on a key head, not {problem.group_size}"
     if any(size % 16 for size in sizes) or len({block_dim(size) for size in sizes}) > 1:
         return (
             f"takes 8-bit pages for head sizes that are multiples of 16, both above 64 or none, not {sizes}"
@@ -284,12 +288,15 @@ def decode_config(problem: AttentionProblem) -> DecodeConfig:
     block_n = 128 if block_d == 64 else LEAST_TILE  # 16 KB of K, 8 of 8 bits
     page_size = problem.page_size or 0
     consumer_registers = 160 if block_d == block_dv == 64 else 168
-    if problem.is_quantized:  # a tile in one page, so in one copy, for which a producer needs few registers
-        block_n, consumer_registers = min(block_n, page_size), 184
-    whole_pages = 0 < page_size < block_n and problem.head_dim == problem.head_dim_v == 2 * GROUP_COLUMNS
+    most_rows = WARPGROUP_ROWS
+    if problem.is_quantized:  # a warp's quarter of a tile lies in one page
+        block_n, consumer_registers, most_rows = min(4 * page_size, 128), 184, MOST_8_BIT_ROWS
+    has_groups = problem.head_dim == problem.head_dim_v == 2 * GROUP_COLUMNS and not problem.is_quantized
+    whole_pages = 0 < page_size < block_n and has_groups
     box_rows = host.GROUP_ROWS if whole_pages else min(page_size or block_n, block_n)
+    has_whole_rows = box_rows == block_n or problem.is_quantized  # else 64 columns of 16 bits a box
     pack = problem.group_size
-    rows = min(WARPGROUP_ROWS // pack, problem.seqlen_q) * pack
+    rows = min(most_rows // pack, problem.seqlen_q) * pack
     # splits of a segment, where lengths are alike; a merging program loops over more
     segments = problem.batch * problem.num_kv_heads
     is_short = segments * problem.seqlen_k <= FEW_KEYS
@@ -315,8 +322,9 @@ def decode_config(problem: AttentionProblem) -> DecodeConfig:
         BOX_ROWS=box_rows,
         WHOLE_PAGES=whole_pages,
         PAGE_LANES=32 if whole_pages and is_short else -(-block_n // (page_size or block_n)),
-        BOX_WIDTH=min(block_d, block_dv) if box_rows == block_n and block_d == block_dv else 64,
+        BOX_WIDTH=block_d if block_d == block_dv and has_whole_rows else 64,
         HAS_SCALES=problem.is_quantized,
+        READERS=2 if problem.is_quantized and rows > MOST_8_BIT_ROWS // 2 else 1,
         HAS_SINKS=problem.has_sinks,
         MERGE_ROWS=merge_rows,
         MERGE_SPLITS=merge_splits,

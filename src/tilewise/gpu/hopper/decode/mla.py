@@ -129,7 +129,7 @@ def score_role(targets, cache, smem, sizes, factors, cfg: gl.constexpr):
             store_lse(targets, m, l, split.batch, split.segment, 0, sizes, factors, cfg)
         else:
             index = split_index(split.batch, split.segment, gl.program_id(0), sizes)
-            store_split_lse(targets, m, l, index, split, sizes, cfg)
+            store_split_lse(targets, m, l, 0, index, split, sizes, cfg)
         weight_use += 1
         splits += 1
         unit += split.units
@@ -178,7 +178,7 @@ def value_role(H: gl.constexpr, q, targets, cache, smem, sizes, cfg: gl.constexp
                 store_columns(targets.out, acc, (LEFT + n) * CHUNK, split.batch, split.segment, 0, sizes, cfg)
             else:
                 index = split_index(split.batch, split.segment, gl.program_id(0), sizes)
-                store_split_columns(targets.partial, acc, (LEFT + n) * CHUNK, index, split, sizes, cfg)
+                store_split_columns(targets.partial, acc, (LEFT + n) * CHUNK, 0, index, split, sizes, cfg)
         weight_use += 1
         splits += 1
         unit += split.units

@@ -33,6 +33,15 @@ def read_queries(q, FIRST: gl.constexpr, COLUMNS: gl.constexpr, split, sizes, cf
     LANES: gl.constexpr = COLUMNS // 8
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [4, 1], [1, 0])
     rows = gl.arange(0, 64, gl.SliceLayout(1, layout))
+    return read_rows(q, rows, FIRST, COLUMNS, layout, split, sizes, cfg)
+
+
+@gluon.jit
+def read_rows(
+    q, rows, FIRST: gl.constexpr, COLUMNS: gl.constexpr, layout: gl.constexpr, split, sizes,
+    cfg: gl.constexpr,
+):  # fmt: skip
+    """Such rows of a segment's tile, in a layout."""
     cols = FIRST + gl.arange(0, COLUMNS, gl.SliceLayout(0, layout))
     position = split.row + rows // cfg.PACK
     head = split.kv_head * cfg.PACK + rows % cfg.PACK
@@ -69,12 +78,14 @@ def send_half(acc, m, l, use, smem, cfg: gl.constexpr):
 
 @gluon.jit
 def combine_halves(acc, m, l, use, smem, cfg: gl.constexpr):
-    """(out, m, l) of a whole split, from the first warpgroup's half and the second's."""
+    """(out, m, l) of a whole split, from the first warpgroup's half and the second's, still to be released.
+
+    Of 8-bit pages out is not yet over l.
+    """
     smem.half.wait(use)
     other = smem.half.chunk(use, 0).load(by_threads(acc, cfg).type.layout)
     other_m = smem.half_stats.index(0).load(m.type.layout)
     other_l = smem.half_stats.index(1).load(m.type.layout)
-    smem.half.release(use)
     other = other.reshape([cfg.BLOCK_DV // 8, 4, 8, 4, 2, 2]).permute([1, 4, 2, 0, 3, 5])
     layout: gl.constexpr = accumulator_layout(cfg.BLOCK_DV)
     other = gl.convert_layout(other.reshape([64, cfg.BLOCK_DV]), layout, assert_trivial=True)
@@ -82,16 +93,16 @@ def combine_halves(acc, m, l, use, smem, cfg: gl.constexpr):
     m_finite = finite_or_zero(m_new)
     mine, others = exp2(m - m_finite), exp2(other_m - m_finite)
     l = l * mine + other_l * others
-    inverse = inverse_of(l)
+    inverse = 1.0 if cfg.HAS_SCALES else inverse_of(l)
     mine = gl.convert_layout(mine * inverse, row_layout(cfg.BLOCK_DV), assert_trivial=True)
     others = gl.convert_layout(others * inverse, row_layout(cfg.BLOCK_DV), assert_trivial=True)
     return acc * mine[:, None] + other * others[:, None], m_new, l
 
 
 @gluon.jit
-def store_split_lse(targets, m, l, index, split, sizes, cfg: gl.constexpr):
-    """lse [ROWS] of a split, and unless that is None what rounding took from it."""
-    rows = gl.arange(0, m.shape[0], m.type.layout)
+def store_split_lse(targets, m, l, first, index, split, sizes, cfg: gl.constexpr):
+    """lse of rows [first, ...) of a split, and unless that is None what rounding took from it."""
+    rows = first + gl.arange(0, m.shape[0], m.type.layout)
     exists = (rows < cfg.ROWS) & (split.row + rows // cfg.PACK < sizes.seqlen_q)
     high, low = two_sum(m, log2(l))
     stat = index * cfg.ROWS + rows
@@ -102,10 +113,10 @@ def store_split_lse(targets, m, l, index, split, sizes, cfg: gl.constexpr):
 
 
 @gluon.jit
-def store_split_columns(partial, acc, FIRST: gl.constexpr, index, split, sizes, cfg: gl.constexpr):
-    """Columns of a split's normalized out, from FIRST on."""
+def store_split_columns(partial, acc, FIRST: gl.constexpr, first, index, split, sizes, cfg: gl.constexpr):
+    """Columns of a split's normalized out, from FIRST on, of rows [first, ...)."""
     layout: gl.constexpr = acc.type.layout
-    rows = gl.arange(0, acc.shape[0], gl.SliceLayout(1, layout))
+    rows = first + gl.arange(0, acc.shape[0], gl.SliceLayout(1, layout))
     exists = (rows < cfg.ROWS) & (split.row + rows // cfg.PACK < sizes.seqlen_q)
     cols = FIRST + gl.arange(0, acc.shape[1], gl.SliceLayout(0, layout))
     ptrs = partial + (index * cfg.ROWS + rows) * cfg.BLOCK_DV
@@ -125,15 +136,15 @@ def divided(acc, l):
 
 
 @gluon.jit
-def store_split(targets, acc, m, l, split, sizes, factors, cfg: gl.constexpr):
-    """What a worker has of a segment: out and lse, or if others have some, those of its split."""
+def store_split(targets, acc, m, l, first, split, sizes, factors, cfg: gl.constexpr):
+    """What a worker has of rows [first, ...) of a segment: out and lse, or if others have some, a split's."""
     if cfg.STORES_WHOLE and split.is_whole:
-        store_lse(targets, m, l, split.batch, split.segment, 0, sizes, factors, cfg)
-        store_columns(targets.out, acc, 0, split.batch, split.segment, 0, sizes, cfg)
+        store_lse(targets, m, l, split.batch, split.segment, first, sizes, factors, cfg)
+        store_columns(targets.out, acc, 0, split.batch, split.segment, first, sizes, cfg)
     else:
         index = split_index(split.batch, split.segment, gl.program_id(0), sizes)
-        store_split_lse(targets, m, l, index, split, sizes, cfg)
-        store_split_columns(targets.partial, acc, 0, index, split, sizes, cfg)
+        store_split_lse(targets, m, l, first, index, split, sizes, cfg)
+        store_split_columns(targets.partial, acc, 0, first, index, split, sizes, cfg)
 
 
 @gluon.jit

@@ -28,12 +28,51 @@ def has_edge(tile, split, sizes, cfg: gl.constexpr):
 
 
 @gluon.jit
-def softmax_step(
-    s, m, l, tile, slope_log2, split, sizes, factors, cfg: gl.constexpr, unit=1.0, value_scale=1.0
-):
-    """Softmax of one tile of products s [64, BLOCK_N]: (p, m, l, alpha). Only edge tiles are masked.
+def first_row(W: gl.constexpr, cfg: gl.constexpr):
+    """The first row of warpgroup W: 0, but where both read each tile."""
+    return 16 * W if cfg.READERS == 2 else 0
 
-    Of 8-bit pages s is in units of `unit` [64], and p is times value_scale.
+
+@gluon.jit
+def row_numbers(first, layout: gl.constexpr, cfg: gl.constexpr):
+    """[64] numbers of the rows of a score tile, from `first` on. Of 8-bit pages each warp has the same 16."""
+    rows = gl.arange(0, 64, layout)
+    return first + (rows % 16 if cfg.HAS_SCALES else rows)
+
+
+@gluon.jit
+def distances(s, tile, first, split, cfg: gl.constexpr):
+    """How far a query's position is after a key's, for scores s of a tile, of rows from `first` on."""
+    by_row: gl.constexpr = gl.SliceLayout(1, s.type.layout)
+    positions = row_numbers(first, by_row, cfg) // cfg.PACK - tile * cfg.BLOCK_N
+    positions += split.row + split.seqlen_k - split.seqlen_q
+    if cfg.HAS_SCALES:
+        positions -= gl.arange(0, 64, by_row) // 16 * s.shape[1]  # each warp has its own keys
+    return positions[:, None] - gl.arange(0, s.shape[1], gl.SliceLayout(0, s.type.layout))[None, :]
+
+
+@gluon.jit
+def hide_of_warps(s, tile, first, split, sizes, cfg: gl.constexpr):
+    """`hide` for rows and keys as warps have them."""
+    distance = distances(s, tile, first, split, cfg)
+    to_end = (
+        row_numbers(first, gl.SliceLayout(1, s.type.layout), cfg) // cfg.PACK + split.row - split.seqlen_q
+    )
+    is_visible = distance > to_end[:, None]
+    if cfg.HAS_RIGHT:
+        is_visible = is_visible & (distance >= -sizes.window_right)
+    if cfg.HAS_LEFT:
+        is_visible = is_visible & (distance <= sizes.window_left)
+    return gl.where(is_visible, s, float("-inf"))
+
+
+@gluon.jit
+def softmax_step(
+    s, m, l, tile, slope_log2, split, sizes, factors, cfg: gl.constexpr, first=0, unit=1.0, value_scale=1.0
+):
+    """Softmax of one tile of products s [64, keys]: (p, m, l, alpha). Only edge tiles are masked.
+
+    Of 8-bit pages rows begin with `first`, s is in units of `unit` [64], and p is times value_scale [64].
     """
     scale_log2e = factors.scale_log2e
     if cfg.HAS_SCALES and (cfg.HAS_SOFTCAP or cfg.HAS_ALIBI):
@@ -42,14 +81,14 @@ def softmax_step(
     if cfg.HAS_SOFTCAP:
         s = softcapped(s, factors)
     if cfg.HAS_ALIBI:
-        offset = split.seqlen_k - split.seqlen_q
-        rows = gl.arange(0, 64, gl.SliceLayout(1, s.type.layout)) // cfg.PACK
-        cols = tile * cfg.BLOCK_N + gl.arange(0, cfg.BLOCK_N, gl.SliceLayout(0, s.type.layout))
-        distance = gl.abs((rows + (split.row + offset))[:, None] - cols[None, :])
+        distance = gl.abs(distances(s, tile, first, split, cfg))
         s = s * scale_log2e - distance.to(gl.float32) * slope_log2[:, None]
         scale_log2e = 1.0
     if has_edge(tile, split, sizes, cfg):
-        s = hide(s, tile, split.row, split, sizes, cfg)
+        if cfg.HAS_SCALES:
+            s = hide_of_warps(s, tile, first, split, sizes, cfg)
+        else:
+            s = hide(s, tile, split.row, split, sizes, cfg)
     if cfg.HAS_SCALES:
         p, m, alpha = scaled_softmax(s, m, unit * scale_log2e, value_scale)
         l = l * alpha + gl.sum(p, 1) * reciprocal(value_scale)
