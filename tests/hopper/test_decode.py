@@ -13,8 +13,8 @@ from tilewise import KVCache, attention_with_cache, reference
 from tilewise.core.problem import Inputs, Options, describe
 from tilewise.flash_attn import flash_attn_with_kvcache
 from tilewise.gpu.hopper import plan
-from tilewise.gpu.hopper.common.arguments import DecodeConfig
 from tilewise.gpu.hopper.decode import launch as decode_launch
+from tilewise.gpu.hopper.decode.arguments import DecodeConfig
 from tilewise.testing import compare
 
 IS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)

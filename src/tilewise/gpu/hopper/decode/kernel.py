@@ -19,7 +19,6 @@ The second kernel, and the next one's first, are launched early (programmatic de
 their start overlaps the end of the one before. Each waits for that one before it reads what it wrote.
 """
 
-from tilewise.gpu.hopper.common.arguments import UNSPECIALIZED_DECODE_SIZES, DecodeSizes
 from tilewise.gpu.hopper.common.channel import Ring, make_ring
 from tilewise.gpu.hopper.common.compat import (
     aggregate,
@@ -34,6 +33,7 @@ from tilewise.gpu.hopper.common.guards import split_poison
 from tilewise.gpu.hopper.common.layouts import accumulator_layout, operand_layout, row_layout, tile_layout
 from tilewise.gpu.hopper.common.products import product
 from tilewise.gpu.hopper.common.softmax import LOG2_E
+from tilewise.gpu.hopper.decode.arguments import UNSPECIALIZED_DECODE_SIZES, DecodeSizes
 from tilewise.gpu.hopper.decode.eight_bits import attend_8_bit_tiles, combine_warps
 from tilewise.gpu.hopper.decode.load import load_role
 from tilewise.gpu.hopper.decode.rows import combine_halves, load_queries, send_half, store_split

@@ -11,13 +11,8 @@ from torch import Tensor
 
 from tilewise.core.problem import AttentionProblem, Inputs
 from tilewise.gpu.hopper.common import host
-from tilewise.gpu.hopper.common.arguments import (
-    WARPGROUP_ROWS,
-    Cache,
-    DecodeConfig,
-    DecodeSizes,
-    DecodeTargets,
-)
+from tilewise.gpu.hopper.common.arguments import WARPGROUP_ROWS, Cache
+from tilewise.gpu.hopper.decode.arguments import DecodeConfig, DecodeSizes, DecodeTargets
 from tilewise.gpu.launch.launch_plan import Launch, Step, Tensors, run_steps
 
 FEW_QUERIES = 16  # of a cache

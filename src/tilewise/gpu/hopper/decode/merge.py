@@ -1,9 +1,9 @@
 """The split-KV reduction: out and lse of a segment from those of its splits; see `decode.kernel`."""
 
-from tilewise.gpu.hopper.common.arguments import UNSPECIALIZED_DECODE_SIZES, DecodeSizes
 from tilewise.gpu.hopper.common.compat import gl, gluon, start_next_kernel, wait_for_previous_kernel
 from tilewise.gpu.hopper.common.guards import length_poison
 from tilewise.gpu.hopper.common.softmax import LOG2_E, exp2, finite_or_zero
+from tilewise.gpu.hopper.decode.arguments import UNSPECIALIZED_DECODE_SIZES, DecodeSizes
 from tilewise.gpu.hopper.decode.rows import divided, query_rows, store_columns, store_lse
 from tilewise.gpu.hopper.decode.stream_k import make_schedule, number_of, split_index, worker_of
 

@@ -16,7 +16,6 @@ The kernel is bound by memory with 16 heads, by the tensor cores with 128.
 Source: DeepSeek-AI, "DeepSeek-V2" (2024); FlashMLA's cut of O in halves.
 """
 
-from tilewise.gpu.hopper.common.arguments import UNSPECIALIZED_DECODE_SIZES, DecodeSizes
 from tilewise.gpu.hopper.common.channel import Ring, make_ring
 from tilewise.gpu.hopper.common.compat import (
     aggregate,
@@ -31,6 +30,7 @@ from tilewise.gpu.hopper.common.compat import (
 from tilewise.gpu.hopper.common.guards import split_poison
 from tilewise.gpu.hopper.common.layouts import accumulator_layout, row_layout
 from tilewise.gpu.hopper.common.products import product
+from tilewise.gpu.hopper.decode.arguments import UNSPECIALIZED_DECODE_SIZES, DecodeSizes
 from tilewise.gpu.hopper.decode.mla_load import (
     CHUNK,
     CHUNKS,

@@ -6,7 +6,8 @@ import functools
 
 from tilewise.core.problem import AttentionProblem
 from tilewise.gpu.hopper.common import host
-from tilewise.gpu.hopper.common.arguments import WARPGROUP_ROWS, Cache, DecodeTargets, MlaConfig
+from tilewise.gpu.hopper.common.arguments import WARPGROUP_ROWS, Cache
+from tilewise.gpu.hopper.decode.arguments import DecodeTargets, MlaConfig
 from tilewise.gpu.hopper.decode.launch import (
     FEW_QUERIES,
     MAX_BATCH,
