@@ -8,6 +8,7 @@ The launch code runs unchanged on meta tensors; only the last step, the launch, 
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,8 @@ CASES = {
     "d112_fp16": Case(112, 112, torch.float16),
     "d128": Case(128, 128),
     "d128_causal": Case(128, 128, options={"causal": True}),
+    "d128_float32_out": Case(128, 128, options={"causal": True}),
+    "d80_float32_out": Case(80, 80, extras=("packed",)),
     "d160": Case(160, 160),
     "d192": Case(192, 192),
     "d192_128_causal": Case(192, 128, options={"causal": True}),
@@ -193,7 +196,7 @@ def compile_case(name: str) -> list[dict[str, Any]]:
         inputs, options = with_score(inputs, options, "pairs" in name)
     problem = describe(inputs, options)
     inputs = as_bias(problem, inputs, host.pairs_of_distances)[1]
-    problem = as_served(problem)
+    problem = replace(as_served(problem), has_wide_out="float32_out" in name)
     if "watched" in name:
         statistics = ("max_logit" if "max" in name else "row_max", "entropy")
         return compiled_rows(

@@ -174,6 +174,7 @@ CASES: dict[str, tuple[Any, Any, int, int, int, int, dict[str, Any]]] = {
 
 
 # whose forward is asked for statistics of its weights as well
+WIDE = {"causal", "d80", "steeper", "few_queries", "packed", "d192_128"}  # with out in float32, too
 WATCHED = {
     "full", "causal", "negative", "long_d64", "steeper", "ramp", "steeper_long_causal",
     "large_sinks", "more_queries", "window_d64", "left_window", "softcap", "sinks", "few_queries", "packed",
@@ -285,6 +286,10 @@ def check(name: str) -> float:
     assert name not in (DONE_ONCE if any(failed) else DONE_AGAIN), name
     if name == "causal":
         check_extremes(problem, inputs)
+    if name in WIDE:
+        wide, *rest = plan.forward(dataclasses.replace(problem, has_wide_out=True), inputs, residual=True)
+        assert wide.dtype == torch.float32 and torch.equal(wide.to(dtype), out)
+        assert all(map(torch.equal, rest, (lse, residual)))
     watched_error = check_watched(problem, inputs, (out, lse, residual)) if name in WATCHED else 0.0
     if "large" in name and "values" not in name:
         assert not torch.equal(residual, torch.zeros_like(residual))

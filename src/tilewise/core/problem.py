@@ -148,6 +148,7 @@ class AttentionProblem:
     bias_needs_grad: bool = False
     lse_needs_grad: bool = False  # known in the backward only
     is_partial: bool = False  # backward: out and lse are those of more keys, so weights need not add up to 1
+    has_wide_out: bool = False  # out is in the dtype of scores
     functions: str | None = None
     num_captured: int = 0  # floats that functions read
     dropout_step: int = 0  # as in `Options`
@@ -173,6 +174,10 @@ class AttentionProblem:
     def compute_dtype(self) -> torch.dtype:
         """Scores and accumulators: float64 for float64 inputs, float32 for everything else."""
         return torch.float64 if self.dtype == torch.float64 else torch.float32
+
+    @property
+    def out_dtype(self) -> torch.dtype:
+        return self.compute_dtype if self.has_wide_out else self.dtype
 
     @property
     def has_score_function(self) -> bool:
@@ -246,7 +251,7 @@ def describe_signature(signature: Signature) -> AttentionProblem:
     )
     problem = describe_tensors(tensors, signature.options, is_value_in_key)
     if signature.direction != "backward":
-        return problem
+        return replace(problem, has_wide_out=True) if signature.request.wide else problem
     return of_gradient(
         replace(
             problem,

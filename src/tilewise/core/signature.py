@@ -40,6 +40,7 @@ class Request(NamedTuple):
     residual: bool = False  # what rounding took from lse: some backwards want it
     order: str = "bshd"  # of out's memory: "bshd", or "bhsd" with each head's rows together
     statistics: tuple[str, ...] = ()  # "row_max" or "max_logit", "entropy": with out, by a kernel that can
+    wide: bool = False  # out in float32 if query is of 16 bits: it is to be summed with others
 
 
 class Signature(NamedTuple):
@@ -203,12 +204,12 @@ def rows_dense(t: Tensor) -> Tensor:
     return t if t.stride(-1) == 1 else t.clone(memory_format=torch.contiguous_format)
 
 
-def new_out(query: Tensor, head_dim_v: int, order: str) -> Tensor:
-    """(..., seqlen, heads, head_dim_v), its memory in an order: see `Request`."""
+def new_out(query: Tensor, head_dim_v: int, order: str, dtype: torch.dtype | None = None) -> Tensor:
+    """(..., seqlen, heads, head_dim_v) of query's or another dtype, its memory in an order: see `Request`."""
     *batch, seqlen, heads, _ = query.shape
     if order == "bhsd" and batch:
-        return query.new_empty((*batch, heads, seqlen, head_dim_v)).transpose(1, 2)
-    return query.new_empty((*batch, seqlen, heads, head_dim_v))
+        return query.new_empty((*batch, heads, seqlen, head_dim_v), dtype=dtype).transpose(1, 2)
+    return query.new_empty((*batch, seqlen, heads, head_dim_v), dtype=dtype)
 
 
 def in_order(out: Tensor, order: str) -> Tensor:

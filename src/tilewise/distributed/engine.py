@@ -1,6 +1,6 @@
 """Runs a schedule: while keys of one step are computed with, those of the next are on their way.
 
-Forward: out, in the tensors' dtype, and lse of each block are merged in float32, rounded once at the end.
+Forward: out and lse of each block, in float32, are merged and rounded once at the end.
 Backward: the same keys travel again. The gradient of keys of others goes back to its owner, in the tensors'
 dtype, while the next step is computed; the owner adds up in float32. Half of the rank's own work is kept for
 the end, when the last of them travel. Both directions hold two steps' keys at most, besides what ranks that
@@ -134,8 +134,8 @@ def _forward(work: Work, inputs: Inputs) -> tuple[Tensor, Tensor]:
             key, value = _swapped(arriving.wait())
         if number + 1 < len(steps):
             wire.start([arriving := wire.bring_keys(number + 1)])
-        for part in parts_of(step, work.packs, query.device):
-            total.add(part.block.q0, *attend(part, shard, key, value))
+        for part in (parts := parts_of(step, work.packs, query.device)):
+            total.add(part.block.q0, *attend(part, shard, key, value, len(parts) == len(steps) == 1))
     if sinks is not None:  # a key whose value is 0
         nothing = value.new_zeros(value.shape[-1]).expand(*query.shape[:-1], -1)
         total.add(0, nothing, sinks.to(total.wide)[:, None].expand(len(query), -1, query.shape[1]))

@@ -118,13 +118,14 @@ def _packed(wave: Sequence[Block], device: Any) -> Part:
     return Part(first._replace(q1=last.q1, k1=last.k1), Packing(cu_q, cu_k, longest_q, longest_k))
 
 
-def attend(part: Part, shard: Shard, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+def attend(part: Part, shard: Shard, key: Tensor, value: Tensor, is_all: bool) -> tuple[Tensor, Tensor]:
     """out (batch, q1 - q0, heads, head_dim_v) and lse (batch, heads, q1 - q0) of the part's keys alone.
 
-    key, value (batch, keys of the step, KV heads, dim).
+    key, value (batch, keys of the step, KV heads, dim). Unless `is_all` there is to all keys, out is in
+    float32 where the kernel can give it.
     """
     inputs, options = _call(part, shard, key, value)
-    out, lse, _ = plans.attend(inputs, options, shard.backend, Request(), are_values_known=True)
+    out, lse, _ = plans.attend(inputs, options, shard.backend, Request(wide=not is_all), are_values_known=True)
     assert out is not None and lse is not None
     if part.packing is not None:
         return out[None], lse[None]

@@ -165,12 +165,12 @@ def gradient_step(
 
 
 def forward(problem: AttentionProblem, inputs: Inputs, saves: bool = False) -> tuple[Tensor, ...]:
-    """out, contiguous, query's shape with head_dim_v; lse (batch, heads, seqlen_q), packed (heads, total).
+    """out, contiguous, of query's shape with head_dim_v; lse (batch, heads, seqlen_q), packed (heads, total).
 
     Where it `saves` for a backward, also what rounding has left out of lse.
     """
     query = inputs.query
-    out = query.new_empty((*query.shape[:-1], problem.head_dim_v))
+    out = query.new_empty((*query.shape[:-1], problem.head_dim_v), dtype=problem.out_dtype)
     dense, packed = (problem.batch, problem.num_heads, problem.seqlen_q), (query.shape[1], query.shape[0])
     lse_shape = packed if problem.is_packed else dense
     statistics = [query.new_empty(lse_shape, dtype=problem.compute_dtype) for _ in range(1 + saves)]

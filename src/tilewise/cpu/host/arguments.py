@@ -53,7 +53,8 @@ UNBOUNDED = 1 << 30
 class Config:
     """What is compiled into a kernel. Everything else (lengths, strides, windows) is read at run time."""
 
-    kind: str  # of query, key, value and out: f64, f32, bf16, f16
+    kind: str  # of query, key and value: f64, f32, bf16, f16
+    out_kind: str
     head_dim: int
     head_dim_v: int
     vectors: int  # query vectors of a tile, 1 to 3

@@ -220,7 +220,7 @@ class OutputPlan(CallPlan):
 
     def __init__(self, problem: AttentionProblem, signature: Signature) -> None:
         super().__init__(problem, signature)
-        self.wants_lse, self.wants_residual, order, _ = signature.request
+        self.wants_lse, self.wants_residual, order, *_ = signature.request
         query = self.given.query
         out_shape = (*query.shape[:-1], problem.head_dim_v)
         out_strides = contiguous_strides(out_shape)
@@ -228,7 +228,7 @@ class OutputPlan(CallPlan):
             _, rows, heads, dim = out_shape
             out_strides = (heads * rows * dim, dim, rows * dim, 1)
         self.set_strides("out", out_strides)
-        self.new_out = self.allocator(out_shape, problem.dtype, out_strides)
+        self.new_out = self.allocator(out_shape, problem.out_dtype, out_strides)
         shape = lse_shape(problem, query)
         self.lse_bytes = math.prod(shape) * problem.compute_dtype.itemsize
         self.new_lse = allocator(shape, problem.compute_dtype, contiguous_strides(shape))

@@ -108,6 +108,7 @@ def has_bf16_products(problem: AttentionProblem) -> bool:
 def _config(problem: AttentionProblem, inputs: Inputs, vectors: int, terms: int = 0) -> Config:
     return Config(
         kind=KINDS[problem.dtype],
+        out_kind=KINDS[problem.out_dtype],
         head_dim=problem.head_dim,
         head_dim_v=problem.head_dim_v,
         vectors=vectors,

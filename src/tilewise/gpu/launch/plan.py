@@ -200,7 +200,7 @@ def again_forward(
     """
     query = given[0]
     *batch, seqlen, heads = query.shape[:-1]
-    new_out = allocator(query, (*query.shape[:-1], problem.head_dim_v), query.dtype, order)
+    new_out = allocator(query, (*query.shape[:-1], problem.head_dim_v), problem.out_dtype, order)
     new_lse = allocator(query, (*batch, heads, seqlen), torch.float32)
     new = [new_out, new_lse, new_lse if residual else lambda: None]
     return _again(problem, given, steps, more, new, Results)

@@ -68,7 +68,7 @@ def forward(
     given, inputs = inputs, launchable(inputs)
     query = inputs.query
     *batch, seqlen, heads, _ = query.shape
-    out = new_out(query, problem.head_dim_v, order)
+    out = new_out(query, problem.head_dim_v, order, problem.out_dtype)
     lse = query.new_empty((*batch, heads, seqlen), dtype=torch.float32)
     rest = (torch.empty_like(lse),) if residual else ()
     results = Results(out, lse, *rest)

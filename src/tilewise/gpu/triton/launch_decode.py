@@ -49,7 +49,7 @@ def forward(
     """
     inputs = launchable(inputs)
     query = inputs.query
-    out = query.new_empty((*query.shape[:-1], problem.head_dim_v))
+    out = query.new_empty((*query.shape[:-1], problem.head_dim_v), dtype=problem.out_dtype)
     lse = query.new_empty((problem.batch, problem.num_heads, problem.seqlen_q), dtype=torch.float32)
     rest = (torch.empty_like(lse),) if residual else ()
     if problem.batch == 0:

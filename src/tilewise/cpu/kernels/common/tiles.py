@@ -244,7 +244,8 @@ class Head:
         """Rows of q, out, do or dq from query q0 on, as a function of i: the address of row q0 + i."""
         args, step = self.args, getattr(self.args, f"{name}_n")
         base = self.batch * getattr(args, f"{name}_b") + self.head * getattr(args, f"{name}_h")
-        first = args.ptr(name, self.shape.config.kind)[base + (self.q_row0 + q0) * step]
+        kind = self.shape.config.out_kind if name == "out" else self.shape.config.kind
+        first = args.ptr(name, kind)[base + (self.q_row0 + q0) * step]
         return lambda i: first[step * i]
 
     def key_rows(self, name: str, j0: Scalar) -> Callable[[Scalar], Ptr]:

@@ -98,6 +98,7 @@ class ForwardConfig(QueriesConfig):
     LARGEST_SUM: float  # of a row's p, by thread, with which no p overflows
     LARGEST_SPREAD: float  # of a row's first scores, in units of log2: steeper rows follow their maximum
     IS_GUARDED: bool = False  # the score function may read out of range
+    WIDE_COLUMNS: int = 0  # of out, if it is in float32
     HAS_ROW_MAX: bool = False  # asked for
     HAS_ENTROPY: bool = False
     HAS_MAX_LOGIT: bool = False  # of heads: rows of a tile are of one

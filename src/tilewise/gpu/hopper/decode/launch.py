@@ -165,7 +165,7 @@ def new_tensors(
     sizes = problem.batch, problem.seqlen_q, problem.num_heads
     splits, lse = ((rows,), torch.float32), ((sizes[0], sizes[2], sizes[1]), torch.float32)
     low, rest = (splits, lse) if residual else (None, None)
-    out = ((*sizes, problem.head_dim_v), problem.dtype)
+    out = ((*sizes, problem.head_dim_v), problem.out_dtype)
     return [out, lse, rest, ((rows, cfg.BLOCK_DV), torch.float32), splits, low]
 
 

@@ -49,8 +49,25 @@ def store_rows(
     if cfg.HAS_DROPOUT:
         factor = factor * extras.inverse_keep
     acc = rescaled(acc, factor)  # [64, BLOCK_DV]
-    smem_o.reshape([64, cfg.BLOCK_DV]).store(acc.to(o_desc.dtype))
-    store_staged(o_desc, smem_o, row, work, cfg)
+    if cfg.WIDE_COLUMNS > 0:
+        store_wide(o_desc, acc, row, work, sizes, cfg)
+    else:
+        smem_o.reshape([64, cfg.BLOCK_DV]).store(acc.to(o_desc.dtype))
+        store_staged(o_desc, smem_o, row, work, cfg)
+
+
+@gluon.jit
+def store_wide(out, acc, row, work, sizes, cfg: gl.constexpr):
+    """Store a warpgroup's rows of O in float32, from registers: the slot of Q holds 16 bits a number."""
+    layout: gl.constexpr = acc.type.layout
+    rows = gl.arange(0, 64, gl.SliceLayout(1, layout))
+    cols = gl.arange(0, cfg.BLOCK_DV, gl.SliceLayout(0, layout))
+    position = row + rows // cfg.PACK
+    heads = (sizes.num_bh if cfg.IS_ORDERED else sizes.num_bh // sizes.batch) * cfg.PACK
+    token = (work.start_q if cfg.IS_PACKED else work.batch * sizes.seqlen_q) + position
+    place = token.to(gl.int64) * heads + (work.head + rows % cfg.PACK)
+    mask = (position < work.seqlen_q)[:, None] & (cols < cfg.WIDE_COLUMNS)[None, :]
+    gl.store((out + place * cfg.WIDE_COLUMNS)[:, None] + cols[None, :], acc, mask=mask)
 
 
 @gluon.jit

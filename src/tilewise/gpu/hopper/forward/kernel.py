@@ -102,7 +102,7 @@ def mma_role(
     WARPGROUPS: gl.constexpr = cfg.WARPGROUPS
     ROWS: gl.constexpr = 64 // cfg.PACK
     HAS_SPARE_SLOT: gl.constexpr = cfg.Q_SLOTS >= 2 * WARPGROUPS
-    dtype: gl.constexpr = o_desc.dtype
+    dtype: gl.constexpr = rings.q.tiles.dtype
     seed = load_seed(extras, cfg)
     use = 0  # of the K and V rings
     work_use = 0  # of the work ring
@@ -216,7 +216,7 @@ def attn_fwd_kernel(
 ):  # fmt: skip
     """out, lse, residual if has_residual, and what is asked for of row_max, entropy and max_logit.
 
-    Integers: `Sizes`.
+    Integers: `Sizes`. o_desc is out itself where that is in float32.
     """
     if cfg.HAS_MAX_LOGIT:
         wait_for_previous_kernel()  # which has filled max_logit
@@ -234,7 +234,9 @@ def attn_fwd_kernel(
     q_ring = make_tile_ring(q_desc, cfg.Q_SLOTS, cfg.Q_CHUNKS, 1)
     k_ring = make_key_ring(k_desc, cfg.D_CHUNK, cfg.D_CHUNKS, cfg)
     v_ring = make_key_ring(v_desc, cfg.BLOCK_DV, 1, cfg)
-    smem_o = as_blocks(q_ring.tiles, cfg.Q_SLOTS * cfg.O_TILES, o_desc)
+    smem_o = q_ring.tiles
+    if cfg.WIDE_COLUMNS == 0:
+        smem_o = as_blocks(q_ring.tiles, cfg.Q_SLOTS * cfg.O_TILES, o_desc)
     failures = gl.allocate_shared_memory(gl.int32, [2 * N, 128], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     rings = Rings(q_ring, k_ring, v_ring, make_work_ring(N), failures, smem_o)
     specialize(
