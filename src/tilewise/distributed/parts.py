@@ -125,7 +125,8 @@ def attend(part: Part, shard: Shard, key: Tensor, value: Tensor, is_all: bool) -
     float32 where the kernel can give it.
     """
     inputs, options = _call(part, shard, key, value)
-    out, lse, _ = plans.attend(inputs, options, shard.backend, Request(wide=not is_all), are_values_known=True)
+    request = Request(wide=not is_all)
+    out, lse, _ = plans.attend(inputs, options, shard.backend, request, are_values_known=True)
     assert out is not None and lse is not None
     if part.packing is not None:
         return out[None], lse[None]

@@ -53,8 +53,7 @@ UNBOUNDED = 1 << 30
 class Config:
     """What is compiled into a kernel. Everything else (lengths, strides, windows) is read at run time."""
 
-    kind: str  # of query, key and value: f64, f32, bf16, f16
-    out_kind: str
+    kind: str  # of query, key, value and out: f64, f32, bf16, f16
     head_dim: int
     head_dim_v: int
     vectors: int  # query vectors of a tile, 1 to 3
@@ -66,6 +65,7 @@ class Config:
     functions: str = ""  # mask and score functions: `core.functions.expression.Functions.text`
     dbias_kind: str = ""  # where the gradient of the bias is summed
     has_dropout: bool = False
+    has_wide_out: bool = False  # out is of the scores' type
     is_partial: bool = False  # lse counts keys that the call does not have: weights are as it says
     page_size: int = 0  # 0: not in pages
     has_leftpad: bool = False  # of pages

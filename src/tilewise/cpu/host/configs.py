@@ -108,7 +108,6 @@ def has_bf16_products(problem: AttentionProblem) -> bool:
 def _config(problem: AttentionProblem, inputs: Inputs, vectors: int, terms: int = 0) -> Config:
     return Config(
         kind=KINDS[problem.dtype],
-        out_kind=KINDS[problem.out_dtype],
         head_dim=problem.head_dim,
         head_dim_v=problem.head_dim_v,
         vectors=vectors,
@@ -119,6 +118,7 @@ def _config(problem: AttentionProblem, inputs: Inputs, vectors: int, terms: int 
         bias_kind="" if inputs.bias is None else KINDS[inputs.bias.dtype],
         functions="" if problem.functions is None else decode(problem.functions).without_gradients().text,
         has_dropout=problem.dropout_p > 0,
+        has_wide_out=problem.has_wide_out,
         is_partial=problem.is_partial,
         page_size=problem.page_size or 0,
         has_leftpad=problem.is_paged and problem.has_leftpad,

@@ -244,7 +244,8 @@ class Head:
         """Rows of q, out, do or dq from query q0 on, as a function of i: the address of row q0 + i."""
         args, step = self.args, getattr(self.args, f"{name}_n")
         base = self.batch * getattr(args, f"{name}_b") + self.head * getattr(args, f"{name}_h")
-        kind = self.shape.config.out_kind if name == "out" else self.shape.config.kind
+        is_wide = name == "out" and self.shape.config.has_wide_out
+        kind = self.shape.kind if is_wide else self.shape.config.kind
         first = args.ptr(name, kind)[base + (self.q_row0 + q0) * step]
         return lambda i: first[step * i]
 
