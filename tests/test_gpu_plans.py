@@ -133,7 +133,7 @@ def recorder(monkeypatch):
 def on_gpu(tensors, grad_enabled=False):
     """What `look` would say of them on a GPU, as aligned as its allocator makes them."""
     seen = look(tensors, grad_enabled)
-    return tuple(None if t is None else (*t[:3], DEVICE, 0, *t[5:]) for t in seen)
+    return tuple(None if t is None else t._replace(device=DEVICE, misalignment=0) for t in seen)
 
 
 def plan_of(backend, options, request, inputs, results=(), layout="bshd"):

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from tilewise.core.plan import FunctionPlan, Results, fitted, in_bshd
 from tilewise.core.problem import AttentionProblem, Gradients, Inputs
-from tilewise.core.signature import Request, Signature, contiguous_strides, named, stand_in
+from tilewise.core.signature import Request, Signature, contiguous_strides, stand_in
 from tilewise.core.torch_private import raw_stream
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ class GpuPlan:
     ) -> None:
         self.problem, self.layout, self._find_again, self._give = problem, signature.layout, find_again, give
         self._first = fitted(FunctionPlan(problem, first), signature).run
-        tensors = [t for t in named((*signature.inputs, *signature.results)) if t is not None]
+        tensors = [t for t in (*signature.inputs, *signature.results) if t is not None]
         may_repeat = give is not None and stand_in() is None  # else there is nothing to launch again
         self._may_repeat = may_repeat and all(
             t.misalignment == 0 and t.device.type == "cuda" for t in tensors
