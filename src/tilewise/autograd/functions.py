@@ -92,12 +92,12 @@ def all_columns(mask: Tensor) -> Tensor:
 
 
 def is_unheard() -> bool:
-    """Whether a server answers, and would not hear of a call that is refused on its way there."""
+    """Whether a server answers that is not yet told if this call is refused: `heard` has to make it."""
     return _server is not None and not _thread.is_serving and not _thread.is_heard
 
 
 def heard(face: Callable[..., Any], arguments: dict[str, Any]) -> Any:
-    """What a public function returns; the server hears if it is refused."""
+    """What a public function returns; if it refuses the call, the server is told."""
     unknown = arguments.pop("unknown", {})
     _thread.is_heard = True
     try:
@@ -171,7 +171,8 @@ def attention(
     if _server is not None and is_served():
         return _in_bshd(_served, layout, inputs, options, backend, request)
     if entry is None:
-        # as `is_plain_eager`, whose call would take its time; the plan knows the types of its tensors
+        # A transform, a mode or forward differentiation has to see the operator: `is_plain_eager`, but for
+        # types, which a plan knows of its tensors; written out, as a call of Python's would take its time.
         if is_compiling() or are_transforms_active() or num_modes() or is_tracing() or forward_level() >= 0:
             return _in_bshd(_watched_attention, layout, inputs, options, backend, request)
         try:

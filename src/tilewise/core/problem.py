@@ -157,7 +157,7 @@ class AttentionProblem:
         return hash(dataclasses.astuple(self))
 
     def __hash__(self) -> int:
-        return self._hash  # every call asks for it
+        return self._hash  # plans of launches and configurations are found by it, in many calls
 
     @property
     def extent(self) -> tuple[int, int, int, int]:
