@@ -26,6 +26,7 @@ from tilewise.core.torch_private import raw_stream
 if TYPE_CHECKING:
     from tilewise.gpu.launch.launcher import BoundKernel
 
+META = torch.device("meta")
 MAX_CALLS = 128  # whose arguments are kept: more than most models have layers
 MAX_ADDRESSES = 256  # of one tensor of a launch
 # Tensors besides query, key and value of calls that are launched again; decoding takes others, too.
@@ -217,12 +218,13 @@ def scheduler_counter(device: torch.device, number: int = 0) -> Tensor:
     Launches of one stream follow each other, so they share a pair; a captured graph owns its own. Kernels
     that run side by side take pairs of other numbers.
     """
-    if device.type == "meta" or torch.cuda.is_current_stream_capturing():
+    if device == META or torch.cuda.is_current_stream_capturing():
         return torch.zeros(2, dtype=torch.int32, device=device)
     key = (device.index, raw_stream(device.index), number)
-    if key not in _COUNTERS:
-        _COUNTERS[key] = torch.zeros(2, dtype=torch.int32, device=device)
-    return _COUNTERS[key]
+    found = _COUNTERS.get(key)
+    if found is None:
+        found = _COUNTERS[key] = torch.zeros(2, dtype=torch.int32, device=device)
+    return found
 
 
 def allocator(
