@@ -8,6 +8,8 @@ import sys
 import pytest
 import torch
 
+import tilewise
+from test_host_path import body_lines, functions_entered
 from tilewise.core.plan import Results
 from tilewise.core.problem import Inputs, Options, describe_signature, in_layout
 from tilewise.core.signature import Request, Signature, look
@@ -29,7 +31,7 @@ class Recorder:
         arguments = []
         self.alive.append(launch)
         for argument in launch.arguments:
-            if launch_plan.is_descriptor(argument):
+            if gpu_plan.is_descriptor(argument):
                 arguments += encoded(argument)
             elif isinstance(argument, tuple):
                 arguments.append(tuple(map(address, argument)))
@@ -76,14 +78,19 @@ class Bound:
     def __init__(self, recorder, kernel, grid):
         self.recorder, self.kernel, self.grid = recorder, kernel, grid
 
-    def launch(self, device, arguments):
+    rest, takes_list = (), True
+
+    def start(self, stream, arguments):
         self.recorder.launches.append((self.kernel, self.grid, arguments))
+
+    def current_stream(self, device):
+        return 0
+
+    def hooks(self):
+        return self.recorder.is_profiled, None
 
     def encode(self, index, descriptor):
         return encoded(descriptor)
-
-    def is_watched(self):
-        return self.recorder.is_profiled
 
 
 def address(argument):
@@ -98,19 +105,19 @@ def encoded(descriptor):
 @pytest.fixture
 def recorder(monkeypatch):
     pytest.importorskip("triton")
-    recorder, counters = Recorder(), [torch.zeros(2, dtype=torch.int32) for _ in range(2)]
+    recorder = Recorder()
     for backend in ("hopper", "triton"):
         importlib.import_module(f"tilewise.gpu.{backend}.plan")
     monkeypatch.setattr(launch_plan, "_plans", {})
     monkeypatch.setattr(launch_plan, "start", recorder.start)
     monkeypatch.setattr(launch_plan, "bind", recorder.bind)
-    for owner, name in ((launch_plan.LaunchPlan, "__call__"), (gpu_plan.PlannedLaunches, "start")):
+    for owner, name in ((gpu_plan.LaunchPlan, "__call__"), (gpu_plan.PlannedLaunches, "start")):
         monkeypatch.setattr(owner, name, recorder.holding(getattr(owner, name)))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: DEVICE.index)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: recorder.is_captured)
     stand_ins = {
         "num_sms": lambda index: 132,
-        "scheduler_counter": lambda device, number=0: counters[number],
+        "raw_stream": lambda index: 0,
         "gpu_capability": lambda device: (9, 0),
         "has_pdl": lambda device: True,
         "_processors": lambda device: 132,
@@ -123,10 +130,10 @@ def recorder(monkeypatch):
     return recorder
 
 
-def on_gpu(tensors):
+def on_gpu(tensors, grad_enabled=False):
     """What `look` would say of them on a GPU, as aligned as its allocator makes them."""
-    seen = look(tensors, False)
-    return tuple(None if t is None else (*t[:3], DEVICE, 0, *t[5:]) for t in seen)
+    seen = look(tensors, grad_enabled)
+    return tuple(None if t is None else t._replace(device=DEVICE, misalignment=0) for t in seen)
 
 
 def plan_of(backend, options, request, inputs, results=(), layout="bshd"):
@@ -452,3 +459,28 @@ def test_values_are_read_from_keys_only_where_they_lie(dims, recorder):
         (_, _, arguments), _ = recorder.launches
         assert is_in_key == arguments[-1].IS_SHARED
         recorder.launches = []
+
+
+@pytest.mark.parametrize("requires_grad", [False, True])
+@pytest.mark.parametrize("backend", ["hopper", "triton"])
+@pytest.mark.parametrize("face", [tilewise.attention, tilewise.scaled_dot_product_attention])
+def test_a_hit_passes_four_files(face, backend, requires_grad, recorder, monkeypatch):
+    """Up to the C function that launches, where tensors lie where those of an earlier call did."""
+
+    def allocator(*arguments):
+        t = gpu_plan.allocator(*arguments)()
+        return lambda: t.detach()
+
+    monkeypatch.setattr(launch_plan, "allocator", allocator)
+    monkeypatch.setattr(plans, "look", lambda tensors, _: on_gpu(tensors, requires_grad))
+    monkeypatch.setattr(plans, "choose", lambda *_, **__: backend)
+    plans.clear()
+    q, k, v = (torch.zeros(2, 4, 64, 64, dtype=torch.bfloat16, requires_grad=requires_grad) for _ in range(3))
+    for _ in range(3):
+        face(q, k, v)
+    recorder.take(())
+    entered = functions_entered(lambda: face(q, k, v))
+    assert len(recorder.take(())) == 1
+    assert len({code.co_filename for code in entered}) <= 4, sorted(c.co_filename for c in entered)
+    assert body_lines(entered) <= 150
+    plans.clear()

@@ -60,8 +60,8 @@ def body_lines(entered):
     return total
 
 
-def dense():
-    return [torch.randn(1, 4, 4, 64) for _ in range(3)]
+def dense(requires_grad=False):
+    return [torch.randn(1, 4, 4, 64, requires_grad=requires_grad) for _ in range(3)]
 
 
 def attention():
@@ -69,8 +69,18 @@ def attention():
     return lambda: tilewise.attention(q, k, v)
 
 
+def attention_with_gradient():
+    q, k, v = dense(True)
+    return lambda: tilewise.attention(q, k, v)
+
+
 def sdpa():
     q, k, v = dense()
+    return lambda: scaled_dot_product_attention(q, k, v)
+
+
+def sdpa_with_gradient():
+    q, k, v = dense(True)
     return lambda: scaled_dot_product_attention(q, k, v)
 
 
@@ -88,7 +98,14 @@ def with_cache():
 # Packed calls check lengths, which are values, and divide their work by them; a cache checks and writes.
 @pytest.mark.parametrize(
     ("make", "files", "lines"),
-    [(attention, 5, 150), (sdpa, 5, 150), (varlen, 12, 290), (with_cache, 12, 385)],
+    [
+        (attention, 4, 150),
+        (attention_with_gradient, 4, 150),
+        (sdpa, 4, 150),
+        (sdpa_with_gradient, 4, 150),
+        (varlen, 11, 290),
+        (with_cache, 12, 385),
+    ],
 )
 def test_a_hit_is_short(make, files, lines):
     call = make()

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from tilewise.gpu.launch import launch_plan as plan
+from tilewise.gpu.launch import launch_plan as plan, plan as call_plan
 from tilewise.gpu.triton.arguments import Ragged, Rows
 
 
@@ -29,15 +29,20 @@ class Bound:
     def __init__(self, recorder, grid):
         self.recorder, self.grid = recorder, grid
 
-    def launch(self, device, arguments):
-        self.recorder.launched.append((self.grid, tuple(arguments)))
+    rest, takes_list = (), False
+
+    def start(self, stream, *arguments):
+        self.recorder.launched.append((self.grid, arguments))
+
+    def current_stream(self, device):
+        return 0
+
+    def hooks(self):
+        return self.recorder.is_watched, None
 
     def encode(self, index, descriptor):
         self.recorder.encoded.append((index, descriptor.base.data_ptr()))
         return [f"encoded {descriptor.base.data_ptr()}", *descriptor.shape]
-
-    def is_watched(self):
-        return self.recorder.is_watched
 
 
 @dataclass
@@ -155,7 +160,7 @@ def test_a_descriptor_is_encoded_once_for_each_address(recorder):
 
 
 def test_addresses_are_bounded(recorder, monkeypatch):
-    monkeypatch.setattr(plan, "MAX_ADDRESSES", 2)
+    monkeypatch.setattr(call_plan, "MAX_ADDRESSES", 2)
     build, flat, out = build_tma(recorder), torch.zeros(200), torch.zeros(2, 5)
     views = [flat[n : n + 10].view(2, 5) for n in range(0, 160, 16)]
     for _ in range(2):

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import tilewise
-from tilewise.core.signature import contiguous_strides, look, named
+from tilewise.core.signature import contiguous_strides, look
 from tilewise.dispatch import plans
 
 
@@ -44,10 +44,10 @@ def test_a_backward_reads_its_own_bias(dtypes):
 
 def test_a_look_has_all_that_a_plan_may_read():
     t = torch.randn(3, 8)[:, 1:].requires_grad_()
-    (seen,) = named(look([t], True))
+    (seen,) = look([t], True)
     assert (seen.shape, seen.strides, seen.dtype) == ((3, 7), (8, 1), torch.float32)
     assert (seen.misalignment, seen.needs_grad, seen.device.type) == (t.data_ptr() % 16, True, "cpu")
-    assert not named(look([t], False))[0].needs_grad
+    assert not look([t], False)[0].needs_grad
 
 
 @pytest.mark.parametrize("shape", [(), (3,), (2, 3, 4), (2, 0, 4), (1, 5, 1)])

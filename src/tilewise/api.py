@@ -126,7 +126,7 @@ def attention(
         >>> attention(q, k, v, causal=True)[0, :, 0, 0]
         tensor([1.0000, 1.5000, 2.0000])
     """
-    if functions.is_unheard():
+    if functions.is_unheard():  # inside of context_parallel: other ranks wait for this call
         return functions.heard(attention, locals())
     if unknown:
         check_known(attention, unknown)

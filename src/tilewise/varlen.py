@@ -76,7 +76,7 @@ def attention_varlen(
         >>> attention_varlen(q, k, v, starts, starts).flatten()
         tensor([0.5000, 0.5000, 3.0000, 3.0000, 3.0000])
     """
-    if functions.is_unheard():
+    if functions.is_unheard():  # inside of context_parallel: other ranks wait for this call
         return functions.heard(attention_varlen, locals())
     if unknown:
         check_known(attention_varlen, unknown)

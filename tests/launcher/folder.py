@@ -17,8 +17,7 @@ from triton import knobs
 
 import tilewise
 from tilewise.core import signature
-from tilewise.gpu.hopper.common import host
-from tilewise.gpu.launch import gpus, kernel_folder, launcher
+from tilewise.gpu.launch import gpus, kernel_folder, launcher, plan
 from tilewise.gpu.triton.append import Tokens, append
 
 
@@ -45,7 +44,7 @@ def call_on_gpu() -> None:
     torch.cuda.current_device = lambda: 0
     torch.cuda.is_current_stream_capturing = lambda: False
     gpus._at_hand = lambda index: gpus.GPUS["h200"]
-    host.scheduler_counter = lambda device, number=0: torch.zeros(2, dtype=torch.int32)
+    plan.raw_stream = lambda index: 0
     found = []
     knobs.compilation.listener = lambda src, cache_hit, **rest: found.append((src.name, cache_hit))
     warnings.simplefilter("always")

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, library
+from torch.compiler import is_compiling
 
 from tilewise.autograd import operators
 from tilewise.autograd.operators import NUM_INPUTS
@@ -23,7 +24,16 @@ from tilewise.core.checks import LEARNED_SLOPES, check_inputs
 from tilewise.core.plan import Results
 from tilewise.core.problem import Gradients, Inputs, Options, describe, in_layout
 from tilewise.core.signature import LazyTensor, NoMemory, Request, all_resolved, resolved
-from tilewise.core.torch_private import is_batched, is_plain_eager, plain_apply, wants_deterministic
+from tilewise.core.torch_private import (
+    are_transforms_active,
+    forward_level,
+    is_batched,
+    is_plain_eager,
+    is_tracing,
+    num_modes,
+    plain_apply,
+    while_tracing,
+)
 from tilewise.core.values import check_values
 from tilewise.dispatch import choice, plans
 from tilewise.dispatch.plans import Entry
@@ -82,12 +92,12 @@ def all_columns(mask: Tensor) -> Tensor:
 
 
 def is_unheard() -> bool:
-    """Whether a server answers, and would not hear of a call that is refused on its way there."""
+    """Whether a server answers that is not yet told if this call is refused: `heard` has to make it."""
     return _server is not None and not _thread.is_serving and not _thread.is_heard
 
 
 def heard(face: Callable[..., Any], arguments: dict[str, Any]) -> Any:
-    """What a public function returns; the server hears if it is refused."""
+    """What a public function returns; if it refuses the call, the server is told."""
     unknown = arguments.pop("unknown", {})
     _thread.is_heard = True
     try:
@@ -118,12 +128,19 @@ def _served(*call: Any) -> tuple[Tensor, Any]:
         _thread.is_serving = False
 
 
+@while_tracing  # compiled code is guarded by both modes, but cannot trace the second
+def _wants_deterministic() -> bool:
+    return torch.are_deterministic_algorithms_enabled() and not (
+        torch.is_deterministic_algorithms_warn_only_enabled()
+    )
+
+
 def obeying_torch(options: Options) -> Options:
     """The options, deterministic if `torch.use_deterministic_algorithms(True)` asks for it.
 
     With warn_only=True it does not: as in PyTorch's own attention, the faster gradient is kept.
     """
-    if options.deterministic is False and wants_deterministic():
+    if options.deterministic is False and _wants_deterministic():
         return options._replace(deterministic=True)
     return options
 
@@ -149,12 +166,14 @@ def attention(
         ValueError, TypeError: see `core.problem.describe` and `core.values.check_values`.
         NotImplementedError: see `dispatch.choice.choose`.
     """
-    if options.deterministic is False and wants_deterministic():
-        options = options._replace(deterministic=True)
+    if torch.are_deterministic_algorithms_enabled():
+        options = obeying_torch(options)
     if _server is not None and is_served():
         return _in_bshd(_served, layout, inputs, options, backend, request)
     if entry is None:
-        if not is_plain_eager(inputs.query):
+        # A transform, a mode or forward differentiation has to see the operator: `is_plain_eager`, but for
+        # types, which a plan knows of its tensors; written out, as a call of Python's would take its time.
+        if is_compiling() or are_transforms_active() or num_modes() or is_tracing() or forward_level() >= 0:
             return _in_bshd(_watched_attention, layout, inputs, options, backend, request)
         try:
             entry = plans.forward_plan(inputs, options, backend, request, layout)
@@ -196,7 +215,7 @@ def _watched_attention(
     inputs: Inputs, options: Options, backend: str | None, request: Request
 ) -> tuple[Tensor, Tensor]:
     """By the operator, where something has to see it."""
-    if torch.compiler.is_compiling():
+    if is_compiling():
         saves = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs)
         return torch.ops.tilewise.attention(*inputs, *options, request.order, saves, backend)[:2]  # type: ignore[no-any-return]
     check(inputs, options, backend)

@@ -28,7 +28,7 @@ from tilewise.core.checks import (
 from tilewise.core.functions.evaluate import Buffers
 from tilewise.core.functions.expression import decode
 from tilewise.core.mask import Visibility
-from tilewise.core.signature import Signature, TensorSignature, named
+from tilewise.core.signature import Signature, TensorSignature
 
 
 class Inputs(NamedTuple):
@@ -158,7 +158,7 @@ class AttentionProblem:
         return hash(dataclasses.astuple(self))
 
     def __hash__(self) -> int:
-        return self._hash  # every call asks for it
+        return self._hash  # plans of launches and configurations are found by it, in many calls
 
     @property
     def extent(self) -> tuple[int, int, int, int]:
@@ -244,7 +244,7 @@ def seen(inputs: Inputs) -> Any:
 
 def describe_signature(signature: Signature) -> AttentionProblem:
     """The problem of a call's signature. Raises as `describe`."""
-    tensors: Any = Inputs(*named(signature.inputs))
+    tensors: Any = Inputs(*signature.inputs)  # type: ignore[arg-type]
     key, value = tensors.key, tensors.value
     is_value_in_key = (
         signature.shares_memory and key.shape[-1:] > value.shape[-1:] and key.strides == value.strides

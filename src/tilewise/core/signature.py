@@ -44,11 +44,12 @@ class Request(NamedTuple):
 
 
 class Signature(NamedTuple):
-    """Of one direction of one call; hashable. Tensors are plain tuples here, for speed: see `named`."""
+    """Of one direction of one call; hashable."""
 
     direction: str  # "forward", "backward", "bias": a backward of the bias alone, "statistics" of the weights
-    inputs: tuple[Any, ...]  # of `Inputs`, in its order
-    results: tuple[Any, ...]  # backward: of out, lse, residual, dout and dlse; statistics: lse, residual
+    inputs: tuple[TensorSignature | None, ...]  # of `Inputs`, in its order
+    # backward: of out, lse, residual, dout and dlse; statistics: of lse and residual; forward: none
+    results: tuple[TensorSignature | None, ...]
     shares_memory: bool  # key and value begin at the same address
     options: Any  # `Options`
     backend: str | None  # the one asked for
@@ -60,11 +61,6 @@ class Signature(NamedTuple):
     aux: Any = None  # of statistics: which, a `core.statistics.Aux`
 
 
-def named(raw: Sequence[Any]) -> list[Any]:
-    """`TensorSignature`s of what `look` returned."""
-    return [None if t is None else TensorSignature(*t) for t in raw]
-
-
 def as_bshd(signature: Signature) -> Signature:
     """The signature as plans are made from it: (batch, seqlen, heads, dim) in any layout."""
     if signature.layout == "bshd":
@@ -72,9 +68,9 @@ def as_bshd(signature: Signature) -> Signature:
     inputs, results = map(list, (signature.inputs, signature.results))
     for tensors, indices in ((inputs, (0, 1, 2)), (results, (0, 3) if results else ())):
         for n in indices:  # query, key, value; out, dout
-            shape, strides, *rest = tensors[n]
-            if len(shape) == 4:  # others are refused by their shape
-                tensors[n] = (swapped(shape), swapped(strides), *rest)
+            t = tensors[n]
+            if t is not None and t.ndim == 4:  # others are refused by their shape
+                tensors[n] = t._replace(shape=swapped(t.shape), strides=swapped(t.strides))
     return signature._replace(inputs=tuple(inputs), results=tuple(results))
 
 
@@ -162,27 +158,24 @@ def device_of(t: Tensor) -> torch.device:
 # ---- looking at tensors
 
 
-def look(tensors: Tensors, grad_enabled: bool) -> tuple[Any, ...]:
+def look(tensors: Tensors, grad_enabled: bool) -> tuple[TensorSignature | None, ...]:
     """What a plan may know of tensors. Raises LazyTensor, NoMemory."""
-    seen: list[tuple[Any, ...] | None] = []
     try:
-        for t in tensors:  # in one function, as every call comes here
-            if t is None:
-                seen.append(None)
-                continue
-            if type(t) is not Tensor and type(t) is not Parameter:
-                raise NoMemory
-            address = t.data_ptr()
-            if t.is_neg() or (address == 0 and t._is_zerotensor()):
-                raise LazyTensor
-            device = device_of(t)
-            if address == 0 and device.type == "meta":
-                raise NoMemory
-            needs_grad = grad_enabled and t.requires_grad
-            seen.append((t.shape, t.stride(), t.dtype, device, address % ALIGNMENT, needs_grad))
+        return tuple([None if t is None else _look_at(t, grad_enabled) for t in tensors])
     except (RuntimeError, AttributeError) as error:
         raise NoMemory from error
-    return tuple(seen)
+
+
+def _look_at(t: Tensor, grad_enabled: bool) -> TensorSignature:
+    if type(t) is not Tensor and type(t) is not Parameter:
+        raise NoMemory
+    address, device = t.data_ptr(), device_of(t)
+    if is_lazy(t):
+        raise LazyTensor
+    if address == 0 and device.type == "meta":
+        raise NoMemory
+    needs_grad = grad_enabled and t.requires_grad
+    return TensorSignature(t.shape, t.stride(), t.dtype, device, address % ALIGNMENT, needs_grad)
 
 
 def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:

@@ -24,13 +24,20 @@ not_compiled = getattr(importlib.import_module("torch._compile"), "_disable_dyna
 
 PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 
-try:  # by name, as every short call asks all of them
+Ask = Callable[[], Any]  # in C, as every short call asks them all
+
+try:
     from torch._C import _are_functorch_transforms_active, _get_tracing_state, _len_torch_dispatch_stack
     from torch._C._functorch import is_legacy_batchedtensor
 
-    forward_ad._current_level  # noqa: B018
+    are_transforms_active: Ask = _are_functorch_transforms_active
+    num_modes: Ask = _len_torch_dispatch_stack
+    is_tracing: Ask = _get_tracing_state  # None if nothing traces
+    forward_level: Ask = partial(getattr, forward_ad, "_current_level")  # of forward mode; below 0: off
+    forward_level()
     CAN_TELL = True
 except (ImportError, AttributeError):
+    are_transforms_active = num_modes = is_tracing = forward_level = partial(int, 1)  # as if all were on
     CAN_TELL = False
 
 
@@ -51,15 +58,8 @@ empty_strided_cpu = getattr(_guards, "_empty_strided_cpu", _empty_strided)
 
 def is_plain_eager(query: Tensor) -> bool:
     """Whether no transform, tracing mode or tensor subclass has to see the operator."""
-    return (
-        CAN_TELL
-        and not is_compiling()
-        and type(query) in PLAIN_TYPES
-        and not _are_functorch_transforms_active()
-        and _len_torch_dispatch_stack() == 0
-        and _get_tracing_state() is None
-        and forward_ad._current_level < 0
-    )
+    watched = is_compiling() or are_transforms_active() or num_modes() or is_tracing()
+    return not watched and forward_level() < 0 and type(query) in PLAIN_TYPES
 
 
 def alike(tensors: Sequence[Tensor]) -> Callable[..., bool] | None:
@@ -181,18 +181,8 @@ def flat_mesh(mesh: Any) -> Any:
     return flatten() if flatten else type(mesh)(mesh.device_type, mesh.mesh.flatten())
 
 
-def wants_deterministic() -> bool:
-    """Whether `torch.use_deterministic_algorithms(True)` is on, and not only to warn."""
-    enabled = torch.are_deterministic_algorithms_enabled()
-    return enabled and not torch.is_deterministic_algorithms_warn_only_enabled()
-
-
 def while_tracing(function: Callable[..., Any]) -> Callable[..., Any]:
     """Dynamo calls the function where it meets it. As `torch.compiler.assume_constant_result`, which imports
     Dynamo and Triton."""
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
-
-
-# Compiled code is guarded by both modes, but cannot trace the second.
-while_tracing(wants_deterministic)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from operator import itemgetter
 from typing import Any
@@ -27,6 +27,7 @@ from tilewise.core.signature import (
     Request,
     Signature,
     Tensors,
+    TensorSignature,
     as_bshd,
     look,
     rows_dense,
@@ -51,7 +52,9 @@ class Entry:
         signature: that.
         backend: the name of the backend that made it.
         saves: what the backward reads of the results: of a forward's own, or of those given to a backward.
+        has_values, needs_grad: of the plan's problem.
         matches: whether tensors have the signature.
+        last_use: by a clock that counts calls.
     """
 
     __slots__ = ("backend", "has_values", "last_use", "matches", "needs_grad", "plan", "saves", "signature")
@@ -63,7 +66,8 @@ class Entry:
         self.matches: Callable[[Tensors], bool]
 
 
-_entries: dict[tuple[Any, ...], tuple[Entry, ...]] = {}  # those of calls whose tensors differ in details
+# By what is quickly asked of a call: those of calls that differ only in what `Entry.matches` asks.
+_entries: dict[tuple[Any, ...], tuple[Entry, ...]] = {}
 _count = 0  # of all entries
 _clock = itertools.count()
 _lock = lock_for_forks()
@@ -82,9 +86,9 @@ def find(
         LazyTensor, NoMemory: see `core.signature.look`.
     """
     try:
-        # a mask that only one of two calls has: comparing a tensor with None would take 10 us
-        kind = (direction, is_grad_enabled(), tensors[0].shape, tensors[1].shape, tensors[MASK] is None, call)  # type: ignore[union-attr]
-        for entry in _entries.get(kind, ()):
+        # whether there is a mask: `matches` would compare a tensor with None, which takes 10 us
+        key = (direction, is_grad_enabled(), tensors[0].shape, tensors[1].shape, tensors[MASK] is None, call)  # type: ignore[union-attr]
+        for entry in _entries.get(key, ()):
             if entry.matches(tensors):
                 entry.last_use = next(_clock)
                 return entry
@@ -98,21 +102,21 @@ def find(
     entry.matches = matcher(tensors, seen, direction, signature.shares_memory)
     entry.last_use = next(_clock)
     with _lock:
-        _keep(kind, entry)
+        _keep(key, entry)
     return entry
 
 
-def _keep(bucket: tuple[Any, ...], entry: Entry) -> None:
+def _keep(key: tuple[Any, ...], entry: Entry) -> None:
     """Add a plan. Where there are too many an eighth goes: several at once, so that few calls sort."""
     global _count
     if _count >= MAX_PLANS:
         oldest = set(sorted(entries(), key=lambda e: e.last_use)[: MAX_PLANS // 8])
-        for key, held in list(_entries.items()):
-            _entries[key] = tuple(e for e in held if e not in oldest)
-            if not _entries[key]:
-                del _entries[key]
+        for other, held in list(_entries.items()):
+            _entries[other] = tuple(e for e in held if e not in oldest)
+            if not _entries[other]:
+                del _entries[other]
         _count = sum(map(len, _entries.values()))  # anew, as an interrupt may have come between
-    _entries[bucket] = (entry, *_entries.get(bucket, ()))
+    _entries[key] = (entry, *_entries.get(key, ()))
     _count += 1
 
 
@@ -124,13 +128,13 @@ def _sees_grad(direction: str) -> bool:
 def _signature(direction: str, tensors: Tensors, call: tuple[Any, ...]) -> Signature:
     inputs, results = tensors[:NUM_INPUTS], tensors[NUM_INPUTS:]
     seen = look(inputs, _sees_grad(direction)), look(results, False)
-    if seen[0][1] is None or seen[0][2] is None:
+    if inputs[1] is None or inputs[2] is None:
         raise NoMemory
     return Signature(direction, *seen, inputs[1].data_ptr() == inputs[2].data_ptr(), *call)  # type: ignore[union-attr]
 
 
 def matcher(
-    tensors: Tensors, seen: tuple[Any, ...], direction: str, shares_memory: bool
+    tensors: Tensors, seen: Sequence[TensorSignature | None], direction: str, shares_memory: bool
 ) -> Callable[[Tensors], bool]:
     """A function: whether other tensors look as these do, in the same inference mode.
 
@@ -140,26 +144,28 @@ def matcher(
         direction: of the call.
         shares_memory: whether key and value begin at one address.
     """
-    places: dict[int, int] = {}
-    again = []  # places of tensors that stand at an earlier one too
+    places: dict[int, int] = {}  # of each tensor, the first: `alike` takes none twice
+    twice = []  # places of tensors that stand at an earlier one too, and that one
     for n, t in enumerate(tensors):
         if t is not None and places.setdefault(id(t), n) != n:
-            again.append((n, places[id(t)]))
+            twice.append((n, places[id(t)]))
     first = list(places.values())
-    absent = {n for n, t in enumerate(tensors) if t is None}
-    starts, ends = sorted(absent - {n + 1 for n in absent}), sorted({n + 1 for n in absent} - absent)
-    get_absent: Callable[[Any], Any] = itemgetter(*map(slice, starts, ends))  # some always are
-    nothing = get_absent(tensors)
     get_first: Callable[[Any], Any] = itemgetter(*first) if len(first) > 1 else itemgetter(slice(1))
     check = alike([tensors[n] for n in first])  # type: ignore[misc]
-    may_share = seen[1][0][-1:] > seen[2][0][-1:]  # values may be columns of the keys
-    offsets = [seen[n][4] for n in first] if any(seen[n][3].type != "cpu" for n in first) else None
+    absent = {n for n, t in enumerate(tensors) if t is None}  # never empty; most lie side by side
+    starts, ends = sorted(absent - {n + 1 for n in absent}), sorted({n + 1 for n in absent} - absent)
+    get_absent: Callable[[Any], Any] = itemgetter(*map(slice, starts, ends))
+    nothing = get_absent(tensors)  # all None
+    looks = {n: t for n, t in enumerate(seen) if t is not None}
+    may_share = looks[1].shape[-1:] > looks[2].shape[-1:]  # values may be columns of the keys
+    is_on_cpu = all(t.device.type == "cpu" for t in looks.values())
+    offsets = None if is_on_cpu else [looks[n].misalignment for n in first]
 
     def matches(others: Tensors) -> bool:
         given = get_first(others)
         if not (check(*given) if check else look(others, _sees_grad(direction)) == seen):
             return False
-        if get_absent(others) != nothing or (again and any(others[n] is not others[m] for n, m in again)):
+        if get_absent(others) != nothing or (twice and any(others[n] is not others[m] for n, m in twice)):
             return False
         if offsets and [t.data_ptr() % ALIGNMENT for t in given] != offsets:
             return False

@@ -16,7 +16,7 @@ from torch import Tensor
 from tilewise.core.functions.expression import decode
 from tilewise.core.plan import Results, Retry
 from tilewise.core.problem import AttentionProblem, Gradients, Inputs
-from tilewise.core.signature import Signature, contiguous_strides, named, rows_dense
+from tilewise.core.signature import Signature, contiguous_strides, rows_dense
 from tilewise.cpu.host.arguments import CHANGING_BACKWARD, COUNTER, SLOTS, WORD, Block
 from tilewise.cpu.host.call_plan import (
     CallPlan,
@@ -60,7 +60,8 @@ class BackwardPlan(CallPlan):
             sharing=shared_batches * shared_heads,
         )
         self._allocate()
-        out, *statistics, dout, _ = named(signature.results)
+        results: Any = signature.results
+        out, *statistics, dout, _ = results
         for name, t in (("out", out), ("do", dout)):
             self.set_strides(name, dense(t).strides)
         are_rows_dense = out.strides[-1] == dout.strides[-1] == 1

@@ -7,7 +7,7 @@ import functools
 import itertools
 import math
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +20,6 @@ from tilewise.core.signature import (
     Signature,
     TensorSignature,
     contiguous_strides,
-    named,
     rows_dense,
     swapped,
 )
@@ -57,9 +56,9 @@ class CallPlan:
     def __init__(self, problem: AttentionProblem, signature: Signature) -> None:
         self.problem, self.signature = problem, signature
         self.given = inputs = dense_inputs(signature)
-        self.are_rows_dense = all(t.strides[-1] == 1 for t in named(signature.inputs[:3]))
-        others = named(signature.results[::3]) if signature.direction == "backward" else []  # out, dout
-        can_take_any = self.are_rows_dense and all(t.strides[-1] == 1 for t in others)
+        self.are_rows_dense = are_rows_dense(signature.inputs[:3])
+        results = signature.results[::3] if signature.direction == "backward" else ()  # out, dout
+        can_take_any = self.are_rows_dense and are_rows_dense(results)
         self.layout = signature.layout if can_take_any else "bshd"
         self.is_ragged = problem.is_packed or problem.is_cached
         options = (inputs.mask, inputs.bias, inputs.alibi_slopes, inputs.sinks, inputs.page_table)
@@ -269,8 +268,12 @@ class OutputPlan(CallPlan):
 
 def dense_inputs(signature: Signature) -> Any:
     """`Inputs` of signatures as kernels read them: query, key and value with a contiguous last dimension."""
-    tensors = named(signature.inputs)
+    tensors: Any = signature.inputs
     return Inputs(*map(dense, tensors[:3]), *tensors[3:])  # type: ignore[arg-type]
+
+
+def are_rows_dense(tensors: Sequence[TensorSignature | None]) -> bool:
+    return all(t is not None and t.strides[-1] == 1 for t in tensors)
 
 
 def dense(t: TensorSignature) -> TensorSignature:

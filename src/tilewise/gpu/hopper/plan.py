@@ -23,24 +23,23 @@ from tilewise.gpu.hopper.forward import launch as forward_launch
 from tilewise.gpu.hopper.fp8 import launch as fp8_launch
 from tilewise.gpu.hopper.statistics.launch import StatisticsPlan
 from tilewise.gpu.launch.gpus import gpu_of
-from tilewise.gpu.launch.launch_plan import Step, find
+from tilewise.gpu.launch.launch_plan import Step, again_backward, again_forward, find
 from tilewise.gpu.launch.plan import (
     Again,
     Give,
     Given,
     GpuPlan,
-    again_backward,
-    again_forward,
     allocator,
     function_plan,
     given_to_backward,
     given_to_forward,
     inputs_among,
+    nothing,
     present,
 )
 
 MAX_HEAD_DIM = 256  # but for latent attention
-NOTHING = (None, None, *host.NO_EXTRAS)  # in place of a mask's map and extras
+NOTHING = (None,) * 4 + host.NO_EXTRAS  # in place of ordered sequences, a mask's map and extras
 
 
 def plan(problem: AttentionProblem, signature: Signature) -> Plan:
@@ -181,25 +180,24 @@ def _again_forward(problem: AttentionProblem, order: str, residual: bool, given:
     is_ready = all(host.tma_ready(t) is t for t in given[:3])
     if not is_ready or not all(t is None or t.is_contiguous() for t in given[3:5]):
         return None
-    config, device = forward_launch.forward_config(problem), given[0].device
+    config = forward_launch.forward_config(problem)
     strides = forward_launch.map_of(problem, Inputs(*given), config)[2:]
-    is_plain = len(given) == 3
 
     def more(given: Given) -> tuple[Tensor | None, ...]:
-        if is_plain:
-            return (None, None, host.scheduler_counter(device), *NOTHING)
         inputs = Inputs(*given)
         mask = forward_launch.map_of(problem, inputs, config)
         ordered = host.order_sequences(problem, *inputs[3:5], config.BLOCK_M // config.PACK)
-        return (*ordered, host.scheduler_counter(device), *mask[:2], *host.extras_of(problem, inputs))
+        return (*ordered, *mask[:2], *host.extras_of(problem, inputs))
 
     def steps(given: Given, new: Given) -> list[Step]:
-        out, lse, rest, *scheduled = new[:8]
-        tensors = (*given[:3], None, *Inputs(*given)[3:5], None, None, *new[8:])
-        fresh = (out, lse, rest, *forward_launch.NOTHING_ASKED, *scheduled)
+        out, lse, rest, counter, *others = new
+        order, first_tile, tiles, bits, *extras = others or NOTHING
+        tensors = (*given[:3], None, *Inputs(*given)[3:5], None, None, *extras)
+        fresh = (out, lse, rest, *forward_launch.NOTHING_ASKED, order, first_tile, counter, tiles, bits)
         return [Step(forward_launch.forward_launch, tensors, (config, strides), fresh)]
 
-    return again_forward(problem, order, residual, given, steps, more)
+    is_plain = len(given) == 3
+    return again_forward(problem, order, residual, given, steps, nothing if is_plain else more, counters=1)
 
 
 def _given_cached(signature: Signature) -> Give | None:
@@ -286,26 +284,24 @@ def _again_backward(problem: AttentionProblem, given: Given) -> Again | None:
     config = backward_launch.backward_config(problem)
     division = backward_launch.divide(problem, config, host.num_sms(torch.cuda.current_device()))
     strides = backward_launch.map_of(problem, inputs_among(given), config)[2:]
-    device, is_plain = given[0].device, len(given) == 7
+    scratch = backward_launch.scratch_shapes(problem, config, division, given[0].shape[-3])
+    num_new = 3 + len(scratch) + 1  # gradients, scratch and the counter
 
     def more(given: Given) -> tuple[Tensor | None, ...]:
-        counter = host.scheduler_counter(device)
-        if is_plain:
-            return (counter, None, None, *NOTHING)
         inputs = inputs_among(given)
         cu_q, cu_k = inputs[3:5]
         mask = backward_launch.map_of(problem, inputs, config)
         ordered = host.order_sequences(problem, cu_k, cu_q, config.BLOCK_N)
-        return (counter, *mask[:2], *ordered, *host.extras_of(problem, inputs, True))
+        return (*ordered, *mask[:2], *host.extras_of(problem, inputs, True))
 
     def steps(given: Given, new: Given) -> list[Step]:
-        new, (tiles, bits, *more) = new[:-10], new[-10:]
-        optional = (None, *inputs_among(given)[3:5], *more)
+        order, first_tile, tiles, bits, *extras = new[num_new:] or NOTHING
+        optional = (None, *inputs_among(given)[3:5], order, first_tile, *extras)
         mask = TransposedMap(tiles, bits, *strides)
-        return backward_launch.steps(config, division, given[:7], new, optional, mask)
+        return backward_launch.steps(config, division, given[:7], new[:num_new], optional, mask)
 
-    scratch = backward_launch.scratch_shapes(problem, config, division, given[0].shape[-3])
-    return again_backward(problem, given, steps, scratch, more)
+    is_plain = len(given) == 7
+    return again_backward(problem, given, steps, scratch, nothing if is_plain else more, counters=1)
 
 
 def _again_wide(problem: AttentionProblem, given: Given) -> Again | None:
@@ -313,13 +309,11 @@ def _again_wide(problem: AttentionProblem, given: Given) -> Again | None:
     config = wide_launch.wide_config(problem)
 
     def more(given: Given) -> tuple[Tensor | None, ...]:
-        counters = host.shared_counters(given[0].device)
-        offsets = inputs_among(given)[3:5]
-        return (*counters, *wide_launch.ordered(problem, config, *offsets))
+        return wide_launch.ordered(problem, config, *inputs_among(given)[3:5])
 
     def steps(given: Given, new: Given) -> list[Step]:
-        optional = (None, *inputs_among(given)[3:5], *new[6:])
+        optional = (None, *inputs_among(given)[3:5], *(new[6:] or (None,) * 4))
         return wide_launch.steps(config, given[:7], new[:6], optional)
 
-    stats = backward_launch.stats_shape(problem, config, given[0].shape[-3])
-    return again_backward(problem, given, steps, [stats], more)
+    stats, is_plain = backward_launch.stats_shape(problem, config, given[0].shape[-3]), len(given) == 7
+    return again_backward(problem, given, steps, [stats], nothing if is_plain else more, counters=2)

@@ -1,4 +1,4 @@
-"""Launch plans of GPU kernels: everything but the pointers. A cache hit is one look-up and one launch.
+"""Launches of GPU kernels, and the plans of launches that are found again: everything but the pointers.
 
 A plan is found by integers and dtypes alone: the problem, and each tensor's shape, strides and alignment. A
 call that differs in any of them goes through Triton, which compiles only if it has to: not for a new length.
@@ -6,31 +6,43 @@ call that differs in any of them goes through Triton, which compiles only if it 
 
 from __future__ import annotations
 
-import copy
 import functools
 import importlib.util
+import itertools
+import math
 import os
-import threading
 from collections.abc import Callable, Sequence
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from tilewise.core.signature import stand_in
+from tilewise.core.plan import Results
+from tilewise.core.problem import AttentionProblem, Gradients
+from tilewise.core.signature import ALIGNMENT, stand_in
 from tilewise.gpu.launch.gpus import gpu_of
+from tilewise.gpu.launch.plan import (
+    Again,
+    Given,
+    LaunchPlan,
+    Location,
+    More,
+    PlannedLaunches,
+    allocator,
+    make_context_current,
+    planned_call,
+    scheduler_counter,
+)
 
 if TYPE_CHECKING:
     from tilewise.gpu.launch.launcher import BoundKernel
 
 MAX_PLANS = 4096
-MAX_ADDRESSES = 256  # of one tensor of a launch
-ALIGNMENT = 16  # bytes: what Triton specializes pointers on
+SCRATCH_ALIGNMENT = 512  # bytes: where PyTorch's allocator would let a tensor start
 
 Tensors = tuple[Tensor | None, ...]
-Addresses = Sequence[Any]  # of tensors, as integers; None where there is none
-Fill = Callable[[Addresses], Any]
 
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None  # asking does not import it
@@ -109,7 +121,10 @@ def _launch(problem: Any, step: Step, signatures: tuple[Any, ...]) -> None:
     key = _key(problem, step, signatures)
     plan = _plans.get(key)
     if plan is not None:
-        plan((*tensors, *fresh))
+        if plan.is_watched():
+            start(build(problem, (*tensors, *fresh), *choices))
+        else:
+            plan((*tensors, *fresh))
         return
     # aliases: one tensor may stand in two places, which are two pointers in the next call
     aliases = tuple(None if t is None else t.detach() for t in (*tensors, *fresh))
@@ -119,7 +134,7 @@ def _launch(problem: Any, step: Step, signatures: tuple[Any, ...]) -> None:
     if bound is not None:
         if len(_plans) >= MAX_PLANS:
             del _plans[next(iter(_plans))]
-        _plans[key] = LaunchPlan(launch, bound, aliases, lambda tensors: build(problem, tensors, *choices))
+        _plans[key] = LaunchPlan(bound, launch.arguments, aliases)
 
 
 def find(problem: Any, step: Step) -> LaunchPlan | None:
@@ -138,20 +153,6 @@ def _signatures(tensors: Tensors) -> tuple[Any, ...]:
     )
 
 
-class _Thread(threading.local):
-    has_context = False
-
-
-_thread = _Thread()
-
-
-def _make_context_current() -> None:
-    """Encoding a TMA descriptor needs a CUDA context, which a thread lacks until it calls CUDA's runtime."""
-    if not _thread.has_context and torch.cuda.is_initialized():
-        torch.cuda.mem_get_info()
-        _thread.has_context = True
-
-
 def start(launch: Launch) -> Any:
     """Launch through Triton, which compiles what is new; the compiled kernel, None if interpreted.
 
@@ -163,7 +164,7 @@ def start(launch: Launch) -> Any:
         triton_key.keep()
         launcher.compile_only(launch.kernel, launch.arguments, launch.options())
         return None
-    _make_context_current()
+    make_context_current()
     _use_kernel_folder()
     return launch.kernel[(launch.programs, launch.programs_y)](*launch.arguments, **launch.options())
 
@@ -189,64 +190,6 @@ def bind(compiled: Any, grid: tuple[int, int, int]) -> BoundKernel | None:
     return launcher.bind(compiled, grid)
 
 
-class LaunchPlan:
-    """One launch of a compiled kernel for any tensors like those it was made with; keeps none of them.
-
-    Attributes:
-        start: launches on the current stream, with what `arguments` gave. Until it returns the tensors must
-            stay allocated; their device must be the current one.
-        is_watched: whether a profiler wants to be told of launches, of which `start` tells nobody.
-    """
-
-    def __init__(
-        self, launch: Launch, bound: BoundKernel, tensors: Tensors, rebuild: Callable[[Tensors], Launch]
-    ) -> None:
-        self._rebuild = rebuild
-        self.start = functools.partial(bound.launch, tensors[0].get_device())  # type: ignore[union-attr]
-        self.is_watched = bound.is_watched
-        self._arguments: list[Any] = []
-        # positions of arguments that are filled in, and the indices of their tensors
-        self._pointers: list[tuple[int, int]] = []
-        self._descriptors: list[tuple[int, int, EncodedDescriptors]] = []
-        self._tuples: list[tuple[int, Fill]] = []
-        index_of = {id(t): n for n, t in enumerate(tensors) if t is not None}
-        for argument in launch.arguments:
-            argument = _address_of_own(argument, index_of)
-            position, value = len(self._arguments), [argument]
-            if is_descriptor(argument):
-                encode = functools.partial(bound.encode, len(self._descriptors))
-                index, encoded = index_of[id(argument.base)], EncodedDescriptors(argument, encode)
-                self._descriptors.append((position, index, encoded))
-                value = [None, *encode(argument)[1:]]
-            elif isinstance(argument, Tensor):
-                self._pointers.append((position, index_of[id(argument)]))
-                value = [None]
-            elif isinstance(argument, tuple):
-                value = [tuple(_address_of_own(item, index_of) for item in argument)]
-                if any(isinstance(item, Tensor) for item in value[0]):
-                    self._tuples.append((position, _fill(value[0], index_of)))
-                    value = [None]
-            self._arguments += value
-
-    def __call__(self, tensors: Tensors) -> None:
-        """Launch on the current stream; the tensors' device must be the current one."""
-        if self.is_watched():
-            start(self._rebuild(tensors))
-        else:
-            self.start(self.arguments([None if t is None else t.data_ptr() for t in tensors]))
-
-    def arguments(self, addresses: Addresses) -> list[Any]:
-        """What `start` takes for tensors at these addresses."""
-        arguments = self._arguments.copy()
-        for position, index in self._pointers:
-            arguments[position] = addresses[index]
-        for position, index, encoded in self._descriptors:
-            arguments[position] = encoded[addresses[index]]
-        for position, fill in self._tuples:
-            arguments[position] = fill(addresses)
-        return arguments
-
-
 _plans: dict[Any, LaunchPlan] = {}
 
 
@@ -255,51 +198,99 @@ def clear() -> None:
     _plans.clear()
 
 
-class EncodedDescriptors(dict[int, Any]):
-    """A TMA descriptor for each address that a tensor has had.
+def plan_steps(
+    problem: AttentionProblem, steps: Sequence[Step], locations: dict[int, Location | None]
+) -> PlannedLaunches | None:
+    """What the first call has planned for steps, by the locations of their tensors; None if it has not."""
+    found = []
+    for step in steps:
+        plan = find(problem, step)
+        if plan is None:
+            return None
+        found.append((plan, [locations[id(t)] for t in (*step.tensors, *step.fresh)]))
+    # Packed calls have other totals in each step: 24 layers' arguments, not needed again, would be 120 KiB.
+    return PlannedLaunches(found, not problem.is_packed)
 
-    All else that is encoded is the plan's own, so that what was made for an address stays right whatever
-    lives there.
+
+def again_forward(
+    problem: AttentionProblem,
+    order: str,
+    residual: bool,
+    given: Given,
+    steps: Callable[[Given, Given], Sequence[Step]],
+    more: More,
+    counters: int = 0,
+) -> Again | None:
+    """A forward of query, key and value, the first three of `given`.
+
+    Args:
+        residual: whether what rounding took from lse is asked for.
+        steps: all launches, from `given`, and out, lse, residual or None, the counters and `more`.
+        more: other tensors that a call's launches take, from what is given.
+        counters: how many `scheduler_counter`s they take.
     """
-
-    def __init__(self, descriptor: Any, encode: Callable[[Any], list[Any]]) -> None:
-        self._encode = encode
-        self._descriptor = copy.copy(descriptor)
-        self._descriptor.base = None
-
-    def __missing__(self, address: int) -> Any:
-        if len(self) >= MAX_ADDRESSES:
-            self.clear()
-        _make_context_current()
-        descriptor = copy.copy(self._descriptor)
-        descriptor.base = Address(address)
-        encoded = self[address] = self._encode(descriptor)[0]
-        return encoded
+    query = given[0]
+    *batch, seqlen, heads = query.shape[:-1]
+    new_out = allocator(query, (*query.shape[:-1], problem.head_dim_v), problem.out_dtype, order)
+    new_lse = allocator(query, (*batch, heads, seqlen), torch.float32)
+    shared = [functools.partial(scheduler_counter, query.device, n) for n in range(counters)]
+    new = [new_out, new_lse, new_lse if residual else None, *shared]
+    return _again(problem, given, steps, more, new, Results)
 
 
-class Address(NamedTuple):
-    """Stands for a tensor of which only the address is asked."""
+def again_backward(
+    problem: AttentionProblem,
+    given: Given,
+    steps: Callable[[Given, Given], Sequence[Step]],
+    scratch: Sequence[tuple[int, ...]],
+    more: More,
+    counters: int = 0,
+) -> Again | None:
+    """A backward of query, key, value, out, lse, residual and dout, the first seven of `given`.
 
-    value: int
+    Args:
+        steps: all launches, from `given`, and dq, dk, dv, scratch, the counters and `more`.
+        scratch: shapes of tensors of 4-byte numbers that only the launches use; one allocation for all.
+        more, counters: as in `again_forward`.
+    """
+    query = given[0]
+    sizes = [-(-4 * math.prod(shape) // SCRATCH_ALIGNMENT) * SCRATCH_ALIGNMENT for shape in scratch]
+    *offsets, size = itertools.accumulate(sizes, initial=0)
+    shared = [functools.partial(scheduler_counter, query.device, n) for n in range(counters)]
+    memory = allocator(query, (size // 4,), torch.float32)
+    new: list[Callable[[], Tensor]] = [
+        *(allocator(query, t.shape, t.dtype) for t in given[:3]),
+        *shared,
+        memory,
+    ]
+    buffers = [torch.empty(shape, dtype=torch.float32, device="meta") for shape in scratch]
+    return _again(problem, given, steps, more, new, Gradients, list(zip(buffers, offsets, strict=True)))
 
-    def data_ptr(self) -> int:
-        return self.value
 
+def _again(
+    problem: AttentionProblem,
+    given: Given,
+    steps: Callable[[Given, Given], Sequence[Step]],
+    more: More,
+    allocators: Sequence[Callable[[], Tensor] | None],
+    result: Callable[..., Any],
+    buffers: Sequence[tuple[Tensor, int]] = (),
+) -> Again | None:
+    """What makes tensors by `allocators`, starts the launches, and answers with a result of the first three.
 
-def is_descriptor(argument: Any) -> bool:
-    """Whether an argument is a TMA descriptor made on the host."""
-    return hasattr(argument, "block_shape")
-
-
-def _address_of_own(item: Any, index_of: dict[int, int]) -> Any:
-    """The address in place of a tensor that is the library's own, which stays; anything else as it is."""
-    return item.data_ptr() if isinstance(item, Tensor) and id(item) not in index_of else item
-
-
-def _fill(argument: tuple[Any, ...], index_of: dict[int, int]) -> Fill:
-    """A function from all addresses to this argument, whose pointers are integers."""
-    if not any(isinstance(item, Tensor) for item in argument[1:]):  # a pointer and its strides
-        index, numbers = index_of[id(argument[0])], argument[1:]
-        return lambda addresses: (addresses[index], *numbers)
-    items = [(index_of[id(item)], None) if isinstance(item, Tensor) else (None, item) for item in argument]
-    return lambda addresses: tuple([item if n is None else addresses[n] for n, item in items])
+    buffers: what launches take in place of the last of these tensors, and at which offsets it lies there.
+    """
+    made, others = [None if allocate is None else allocate() for allocate in allocators], more(given)
+    tensors = (*given, *made, *others)
+    places = [n for n, t in enumerate(tensors) if t is not None]
+    there: Callable[[Given], Sequence[Tensor]] = itemgetter(*places)
+    locations: dict[int, Any] = {id(t): Location(n) for n, t in enumerate(there(tensors))}
+    shared = made[3:-1] if buffers else made[3:]
+    if buffers:
+        locations |= {id(t): Location(locations[id(made[-1])].tensor, offset) for t, offset in buffers}
+    locations[id(None)] = None
+    new = [*made[:3], *(t for t, _ in buffers), *shared, *others]
+    planned = plan_steps(problem, steps(given, new), locations)
+    if planned is None:
+        return None
+    return planned_call(planned, result, allocators, more, there)

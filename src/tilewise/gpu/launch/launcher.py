@@ -9,6 +9,8 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Callable, Iterator
+from functools import partial
+from operator import attrgetter
 from typing import Any
 
 from triton import knobs
@@ -20,30 +22,29 @@ from tilewise.core.signature import Gpu, standing_in
 
 
 class BoundKernel:
-    """A compiled kernel and its grid, with the C function that launches it."""
+    """A compiled kernel and its grid, with the C function that launches it.
 
-    def __init__(self, compiled: Any, start: Callable[[int, list[Any]], None]) -> None:
-        self._compiled, self._start = compiled, start
-        self._current_stream = driver.active.get_current_stream
+    Attributes:
+        start: that function. It takes a stream of the current device, `rest`, and the kernel's arguments, as
+            one list if `takes_list`. Pointers are integers or None; a TMA descriptor is the items that
+            `encode` returns.
+        current_stream: PyTorch's, of a device by its number.
+        hooks: gives the two functions by which profilers are told of launches, or their lists in `calls`.
+    """
+
+    def __init__(
+        self, compiled: Any, start: Callable[..., None], rest: tuple[Any, ...], takes_list: bool
+    ) -> None:
+        self._compiled, self.start, self.rest, self.takes_list = compiled, start, rest, takes_list
+        self.current_stream = driver.active.get_current_stream
+        self.hooks = partial(attrgetter("launch_enter_hook", "launch_exit_hook"), knobs.runtime)
         # what encodes one descriptor; releases differ in what else they hand it, which it does not read
         self._unused = (None,) * (len(inspect.signature(nvidia.make_tensordesc_arg).parameters) - 2)
-
-    def launch(self, device: int, arguments: list[Any]) -> None:
-        """Launch on PyTorch's current stream of the device, which must be the current one.
-
-        Pointers are integers or None; a TMA descriptor is the items that `encode` returns.
-        """
-        self._start(self._current_stream(device), arguments)
 
     def encode(self, index: int, descriptor: Any) -> list[Any]:
         """The kernel's TMA descriptor number `index`: encoded, then shape and strides."""
         metadata = self._compiled.metadata.tensordesc_meta[index]
         return nvidia.make_tensordesc_arg(descriptor, metadata, *self._unused)
-
-    def is_watched(self) -> bool:
-        """Whether a profiler wants to be told of launches, which Triton's own launch does."""
-        enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
-        return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
 
 
 def bind(compiled: Any, grid: tuple[int, int, int]) -> BoundKernel | None:
@@ -60,9 +61,9 @@ def bind(compiled: Any, grid: tuple[int, int, int]) -> BoundKernel | None:
     if hasattr(utils, "launch"):  # since 3.7: one C function for all kernels
         launch, kinds = utils.launch, (launcher.arg_annotations, launcher.kernel_signature)
         rest = (*options, compiled.packed_metadata, *no_hooks, *no_scratch, *kinds)
-        return BoundKernel(compiled, lambda stream, arguments: launch(*grid, stream, *rest, arguments))
+        return BoundKernel(compiled, partial(launch, *grid), rest, takes_list=True)
     launch, rest = _unwrapped(launcher.launch), (*options, *no_scratch, compiled.packed_metadata, *no_hooks)
-    return BoundKernel(compiled, lambda stream, arguments: launch(*grid, stream, *rest, *arguments))
+    return BoundKernel(compiled, partial(launch, *grid), rest, takes_list=False)
 
 
 def _unwrapped(launch: Any) -> Any:

@@ -1,34 +1,41 @@
-"""Plans of GPU launches: the first call of a signature makes its launches, later ones only start them.
+"""Plans of GPU calls: the first call of a signature makes its launches, later ones only start them.
 
 The first call goes through `first`, which readies tensors, allocates, and has Triton compile what is new. The
 second looks whether launches follow from addresses alone. If so, `again` does them from then on: allocations,
-the launches' arguments by the addresses of their tensors, and their start.
+the launches' arguments by the addresses of their tensors, and their start. All that runs then is here;
+`gpu.launch.launch_plan` makes launches.
 """
 
 from __future__ import annotations
 
-import itertools
-import math
+import copy
+import functools
+import threading
 from collections.abc import Callable, Sequence
 from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from tilewise.core.plan import FunctionPlan, Results, answer_in, fitted, in_bshd
+from tilewise.core.plan import FunctionPlan, Results, fitted, in_bshd
 from tilewise.core.problem import AttentionProblem, Gradients, Inputs
-from tilewise.core.signature import Request, Signature, contiguous_strides, named, stand_in
-from tilewise.gpu.launch.launch_plan import LaunchPlan, Step, find
+from tilewise.core.signature import Request, Signature, contiguous_strides, stand_in
+from tilewise.core.torch_private import raw_stream
 
-MAX_ADDRESSES = 128  # calls whose arguments are kept: more than most models have layers
-SCRATCH_ALIGNMENT = 512  # bytes: where PyTorch's allocator would let a tensor start
+if TYPE_CHECKING:
+    from tilewise.gpu.launch.launcher import BoundKernel
+
+META = torch.device("meta")
+MAX_CALLS = 128  # whose arguments are kept: more than most models have layers
+MAX_ADDRESSES = 256  # of one tensor of a launch
 # Tensors besides query, key and value of calls that are launched again; decoding takes others, too.
 REPEATED = {"cu_seqlens_q", "cu_seqlens_k", "mask", "alibi_slopes", "dropout_seed"}
 Given = Sequence[Any]  # tensors; None where there is none
 Give = Callable[..., Given]  # what `Again` takes, of the arguments of a plan's `run`
-Again = Callable[[Given], Any]  # None: the first way has to serve
+Again = Callable[[Given], Any]  # `Results` or `Gradients` in "bshd"; None: the first way has to serve
 More = Callable[[Given], tuple[Tensor | None, ...]]  # what launches take besides, of each call anew
+Addresses = Sequence[Any]  # of tensors, as integers; None where there is none
 
 
 class GpuPlan:
@@ -51,7 +58,7 @@ class GpuPlan:
     ) -> None:
         self.problem, self.layout, self._find_again, self._give = problem, signature.layout, find_again, give
         self._first = fitted(FunctionPlan(problem, first), signature).run
-        tensors = [t for t in named((*signature.inputs, *signature.results)) if t is not None]
+        tensors = [t for t in (*signature.inputs, *signature.results) if t is not None]
         may_repeat = give is not None and stand_in() is None  # else there is nothing to launch again
         self._may_repeat = may_repeat and all(
             t.misalignment == 0 and t.device.type == "cuda" for t in tensors
@@ -86,7 +93,10 @@ class GpuPlan:
             # views, as the same tensor may have been given twice; of a mask, as what was made of it is kept
             views = [None if t is None else t[...] for t in self._give(*in_bshd(self.layout, *arguments))]
             self._again = self._find_again(views)
-        return None if self._again is None else answer_in(self.layout, self._again(given))
+        found = None if self._again is None else self._again(given)
+        if found is None or self.layout == "bshd":
+            return found
+        return type(found)(*[t if t is None or t.ndim != 4 else t.transpose(1, 2) for t in found])
 
 
 def present(signature: Signature) -> set[str]:
@@ -137,6 +147,11 @@ def function_plan(
     return FunctionPlan(problem, run)
 
 
+def nothing(given: Given) -> tuple[Tensor | None, ...]:
+    """The `More` of launches that take no others."""
+    return ()
+
+
 class Location(NamedTuple):
     """Where a tensor of a launch lies: in which of the call's, how many bytes from its beginning."""
 
@@ -144,7 +159,7 @@ class Location(NamedTuple):
     offset: int = 0
 
 
-class PlannedLaunches(dict[tuple[int, ...], list[tuple[LaunchPlan, list[Any]]]]):
+class PlannedLaunches(dict[tuple[int, ...], Any]):
     """The launches of a call by the addresses of its tensors: plans, and all arguments of each."""
 
     def __init__(self, plans: Sequence[tuple[LaunchPlan, Sequence[Location | None]]], are_kept: bool) -> None:
@@ -152,8 +167,8 @@ class PlannedLaunches(dict[tuple[int, ...], list[tuple[LaunchPlan, list[Any]]]])
         self._plans, self._are_kept = plans, are_kept
         self.is_watched = plans[0][0].is_watched  # then the first way has to serve
 
-    def __missing__(self, addresses: tuple[int, ...]) -> list[tuple[LaunchPlan, list[Any]]]:
-        if len(self) >= MAX_ADDRESSES:
+    def __missing__(self, addresses: tuple[int, ...]) -> list[tuple[LaunchPlan, tuple[Any, ...]]]:
+        if len(self) >= MAX_CALLS:
             self.clear()
         launches = []
         for plan, locations in self._plans:
@@ -166,103 +181,50 @@ class PlannedLaunches(dict[tuple[int, ...], list[tuple[LaunchPlan, list[Any]]]])
     def start(self, tensors: Sequence[Tensor]) -> None:
         """Start them all, with tensors that are as aligned as those they were planned with."""
         for plan, arguments in self[tuple([t.data_ptr() for t in tensors])]:
-            plan.start(arguments)
+            plan.start(plan.current_stream(plan.device), *arguments)
 
 
-def plan_steps(
-    problem: AttentionProblem, steps: Sequence[Step], locations: dict[int, Location | None]
-) -> PlannedLaunches | None:
-    """What the first call has planned for steps, by the locations of their tensors; None if it has not."""
-    found = []
-    for step in steps:
-        plan = find(problem, step)
-        if plan is None:
-            return None
-        found.append((plan, [locations[id(t)] for t in (*step.tensors, *step.fresh)]))
-    # Packed calls have other totals in each step: 24 layers' arguments, not needed again, would be 120 KiB.
-    return PlannedLaunches(found, not problem.is_packed)
-
-
-def again_forward(
-    problem: AttentionProblem,
-    order: str,
-    residual: bool,
-    given: Given,
-    steps: Callable[[Given, Given], Sequence[Step]],
-    more: More = lambda given: (),
-) -> Again | None:
-    """A forward of query, key and value, the first three of `given`.
-
-    Args:
-        residual: whether what rounding took from lse is asked for.
-        steps: all launches, from `given`, and out, lse, residual or None, and `more`.
-        more: tensors that a call's launches read or share with others, from what is given.
-    """
-    query = given[0]
-    *batch, seqlen, heads = query.shape[:-1]
-    new_out = allocator(query, (*query.shape[:-1], problem.head_dim_v), problem.out_dtype, order)
-    new_lse = allocator(query, (*batch, heads, seqlen), torch.float32)
-    new = [new_out, new_lse, new_lse if residual else lambda: None]
-    return _again(problem, given, steps, more, new, Results)
-
-
-def again_backward(
-    problem: AttentionProblem,
-    given: Given,
-    steps: Callable[[Given, Given], Sequence[Step]],
-    scratch: Sequence[tuple[int, ...]],
-    more: More = lambda given: (),
-) -> Again | None:
-    """A backward of query, key, value, out, lse, residual and dout, the first seven of `given`.
-
-    Args:
-        steps: all launches, from `given`, and dq, dk, dv, scratch and `more`.
-        scratch: shapes of tensors of 4-byte numbers that only the launches use; one allocation for all.
-        more: as in `again_forward`.
-    """
-    query = given[0]
-    sizes = [-(-4 * math.prod(shape) // SCRATCH_ALIGNMENT) * SCRATCH_ALIGNMENT for shape in scratch]
-    *offsets, size = itertools.accumulate(sizes, initial=0)
-    new = [allocator(query, t.shape, t.dtype) for t in given[:3]]
-    new.append(allocator(query, (size // 4,), torch.float32))
-    buffers = [torch.empty(shape, dtype=torch.float32, device="meta") for shape in scratch]
-    return _again(problem, given, steps, more, new, Gradients, list(zip(buffers, offsets, strict=True)))
-
-
-def _again(
-    problem: AttentionProblem,
-    given: Given,
-    steps: Callable[[Given, Given], Sequence[Step]],
-    more: More,
-    allocators: Sequence[Callable[[], Tensor | None]],
+def planned_call(
+    planned: PlannedLaunches,
     result: Callable[..., Any],
-    buffers: Sequence[tuple[Tensor, int]] = (),
-) -> Again | None:
-    """What makes tensors by `allocators`, starts the launches, and answers with a result of the first three.
+    allocators: Sequence[Callable[[], Tensor] | None],
+    more: More,
+    there: Callable[[Given], Sequence[Tensor]],
+) -> Again:
+    """All that a call does whose launches follow from addresses.
 
-    buffers: what launches take in place of the last of these tensors, and at which offsets it lies there.
+    Args:
+        allocators: of what launches write, None for None; the first three make the result.
+        more: what launches take besides.
+        there: those of all tensors, given, allocated and more, that are not None.
     """
-    made, others = [allocate() for allocate in allocators], more(given)
-    tensors = (*given, *made, *others)
-    places = [n for n, t in enumerate(tensors) if t is not None]
-    there: Callable[[Given], Sequence[Tensor]] = itemgetter(*places)
-    locations: dict[int, Any] = {id(t): Location(n) for n, t in enumerate(there(tensors))}
-    if buffers:
-        locations |= {id(t): Location(locations[id(made[-1])].tensor, offset) for t, offset in buffers}
-    locations[id(None)] = None
-    new = [*made[:3], *(t for t, _ in buffers), *others]
-    planned = plan_steps(problem, steps(given, new), locations)
-    if planned is None:
-        return None
 
     def again(given: Given) -> Any:
         if planned.is_watched():
             return None
-        made = [allocate() for allocate in allocators]
+        made = [None if allocate is None else allocate() for allocate in allocators]
         planned.start(there((*given, *made, *more(given))))
         return result(*made[:3])
 
     return again
+
+
+_COUNTERS: dict[tuple[int, int, int], Tensor] = {}
+
+
+def scheduler_counter(device: torch.device, number: int = 0) -> Tensor:
+    """Two zeros for a launch's scheduler, which leaves them zero again.
+
+    Launches of one stream follow each other, so they share a pair; a captured graph owns its own. Kernels
+    that run side by side take pairs of other numbers.
+    """
+    if device == META or torch.cuda.is_current_stream_capturing():
+        return torch.zeros(2, dtype=torch.int32, device=device)
+    key = (device.index, raw_stream(device.index), number)
+    found = _COUNTERS.get(key)
+    if found is None:
+        found = _COUNTERS[key] = torch.zeros(2, dtype=torch.int32, device=device)
+    return found
 
 
 def allocator(
@@ -274,3 +236,130 @@ def allocator(
         _, seqlen, heads, dim = shape
         strides = (heads * seqlen * dim, dim, seqlen * dim, 1)
     return lambda: torch.empty_strided(shape, strides, dtype=dtype, device=device)
+
+
+class _Thread(threading.local):
+    has_context = False
+
+
+_thread = _Thread()
+
+
+def make_context_current() -> None:
+    """Encoding a TMA descriptor needs a CUDA context, which a thread lacks until it calls CUDA's runtime."""
+    if not _thread.has_context and torch.cuda.is_initialized():
+        torch.cuda.mem_get_info()
+        _thread.has_context = True
+
+
+class LaunchPlan:
+    """One launch of a compiled kernel for any tensors like those it was made with; keeps none of them.
+
+    Attributes:
+        start: a function in C that launches on a stream, its first argument, with what `arguments` gave.
+            Until it returns the tensors must stay allocated; their device must be the current one.
+        device: the number of that device.
+        current_stream: of a device by its number, as `start` takes it.
+    """
+
+    def __init__(
+        self, bound: BoundKernel, arguments: Sequence[Any], tensors: Sequence[Tensor | None]
+    ) -> None:
+        """`arguments`: in the order of the kernel, of tensors of these or of the library's own."""
+        self.device: int = tensors[0].get_device()  # type: ignore[union-attr]
+        self.start, self.current_stream, self._hooks = bound.start, bound.current_stream, bound.hooks
+        self._rest, self._takes_list = bound.rest, bound.takes_list
+        self._arguments: list[Any] = []
+        # positions of arguments that are filled in, and the indices of their tensors
+        self._pointers: list[tuple[int, int]] = []
+        self._descriptors: list[tuple[int, int, EncodedDescriptors]] = []
+        self._tuples: list[tuple[int, Callable[[Addresses], Any]]] = []
+        index_of = {id(t): n for n, t in enumerate(tensors) if t is not None}
+        for argument in arguments:
+            argument = _address_of_own(argument, index_of)
+            position, value = len(self._arguments), [argument]
+            if is_descriptor(argument):
+                encode = functools.partial(bound.encode, len(self._descriptors))
+                index, encoded = index_of[id(argument.base)], EncodedDescriptors(argument, encode)
+                self._descriptors.append((position, index, encoded))
+                value = [None, *encode(argument)[1:]]
+            elif isinstance(argument, Tensor):
+                self._pointers.append((position, index_of[id(argument)]))
+                value = [None]
+            elif isinstance(argument, tuple):
+                value = [tuple(_address_of_own(item, index_of) for item in argument)]
+                if any(isinstance(item, Tensor) for item in value[0]):
+                    self._tuples.append((position, _fill(value[0], index_of)))
+                    value = [None]
+            self._arguments += value
+
+    def __call__(self, tensors: Sequence[Tensor | None]) -> None:
+        """Launch on the current stream; the tensors' device must be the current one."""
+        addresses = [None if t is None else t.data_ptr() for t in tensors]
+        self.start(self.current_stream(self.device), *self.arguments(addresses))
+
+    def is_watched(self) -> bool:
+        """Whether a profiler wants to be told of launches: Triton's own launch does, `start` does not."""
+        enter, leave = self._hooks()
+        return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
+
+    def arguments(self, addresses: Addresses) -> tuple[Any, ...]:
+        """What `start` takes behind the stream, for tensors at these addresses."""
+        arguments = self._arguments.copy()
+        for position, index in self._pointers:
+            arguments[position] = addresses[index]
+        for position, index, encoded in self._descriptors:
+            arguments[position] = encoded[addresses[index]]
+        for position, fill in self._tuples:
+            arguments[position] = fill(addresses)
+        return (*self._rest, arguments) if self._takes_list else (*self._rest, *arguments)
+
+
+class EncodedDescriptors(dict[int, Any]):
+    """A TMA descriptor for each address that a tensor has had.
+
+    All else that is encoded is the plan's own, so that what was made for an address stays right whatever
+    lives there.
+    """
+
+    def __init__(self, descriptor: Any, encode: Callable[[Any], list[Any]]) -> None:
+        self._encode = encode
+        self._descriptor = copy.copy(descriptor)
+        self._descriptor.base = None
+
+    def __missing__(self, address: int) -> Any:
+        if len(self) >= MAX_ADDRESSES:
+            self.clear()
+        make_context_current()
+        descriptor = copy.copy(self._descriptor)
+        descriptor.base = Address(address)
+        encoded = self[address] = self._encode(descriptor)[0]
+        return encoded
+
+
+class Address(NamedTuple):
+    """Stands for a tensor of which only the address is asked."""
+
+    value: int
+
+    def data_ptr(self) -> int:
+        return self.value
+
+
+def is_descriptor(argument: Any) -> bool:
+    """Whether an argument is a TMA descriptor made on the host."""
+    return hasattr(argument, "block_shape")
+
+
+def _address_of_own(item: Any, index_of: dict[int, int]) -> Any:
+    """The address in place of a tensor that is the library's own, which stays; anything else as it is."""
+    return item.data_ptr() if isinstance(item, Tensor) and id(item) not in index_of else item
+
+
+def _fill(argument: tuple[Any, ...], index_of: dict[int, int]) -> Callable[[Addresses], Any]:
+    """A function from all addresses to this argument, whose pointers are integers."""
+    if not any(isinstance(item, Tensor) for item in argument[1:]):  # a pointer and its strides
+        index, numbers = index_of[id(argument[0])], argument[1:]
+        return lambda addresses: (addresses[index], *numbers)
+    items = [(index_of[id(item)], None) if isinstance(item, Tensor) else (None, item) for item in argument]
+    return lambda addresses: tuple([item if n is None else addresses[n] for n, item in items])

@@ -15,8 +15,15 @@ from tilewise.core.plan import Results
 from tilewise.core.problem import AttentionProblem, Inputs
 from tilewise.core.signature import in_order
 from tilewise.gpu.launch.gpus import gpu_of
-from tilewise.gpu.launch.launch_plan import Launch, Step, Tensors, is_interpreted, run_steps
-from tilewise.gpu.launch.plan import Again, Given, again_forward
+from tilewise.gpu.launch.launch_plan import (
+    Launch,
+    Step,
+    Tensors,
+    again_forward,
+    is_interpreted,
+    run_steps,
+)
+from tilewise.gpu.launch.plan import Again, Given
 from tilewise.gpu.triton.arguments import Columns, DecodeConfig
 from tilewise.gpu.triton.call import Call, gpu_capability, launchable, padded
 from tilewise.gpu.triton.tuning_table import DecodeTile, decode_tile

@@ -9,16 +9,15 @@ from torch import Tensor
 from tilewise.core.plan import FunctionPlan, Plan, Results, Saves
 from tilewise.core.problem import AttentionProblem, Inputs
 from tilewise.core.signature import Signature, in_order
-from tilewise.gpu.launch.launch_plan import Step
+from tilewise.gpu.launch.launch_plan import Step, again_backward, again_forward
 from tilewise.gpu.launch.plan import (
     Again,
     Given,
     GpuPlan,
-    again_backward,
-    again_forward,
     function_plan,
     given_to_backward,
     given_to_forward,
+    nothing,
 )
 from tilewise.gpu.triton import call, launch, launch_decode
 from tilewise.gpu.triton.call import launchable, with_dense_rows
@@ -62,12 +61,12 @@ def _again_forward(problem: AttentionProblem, order: str, residual: bool, given:
         inputs, results = Inputs(*given[:3], *new[3:]), call.Results(*new[:3])
         return [Step(launch.forward_launch, inputs, (None,), results)]
 
-    return again_forward(problem, order, residual, given, steps, _others)
+    return again_forward(problem, order, residual, given, steps, _others if len(given) > 3 else nothing)
 
 
 def _others(given: Given) -> tuple[Tensor | None, ...]:
     """What a forward reads besides query, key and value, as kernels take it."""
-    return launchable(Inputs(*given))[3:] if len(given) > 3 else ()
+    return launchable(Inputs(*given))[3:]
 
 
 def _again_backward(problem: AttentionProblem, given: Given) -> Again | None:
@@ -82,7 +81,8 @@ def _again_backward(problem: AttentionProblem, given: Given) -> Again | None:
         results = call.Results(out, lse, residual, dout, None, shift, low, delta, None, dq, dk, dv)
         return launch.backward_steps(problem, Inputs(*given[:3], *others), results, {})
 
+    def more(given: Given) -> tuple[Tensor | None, ...]:
+        return _others((*given[:3], *given[7:]))
+
     rows = launch.padded_rows(problem, lse.shape)
-    return again_backward(
-        problem, given, steps, (rows, rows, rows), lambda given: _others((*given[:3], *given[7:]))
-    )
+    return again_backward(problem, given, steps, (rows, rows, rows), more if len(given) > 7 else nothing)

@@ -13,13 +13,12 @@ from torch import Tensor
 from tilewise.core.device_errors import error_flags
 from tilewise.core.dropout import rate, threshold
 from tilewise.core.problem import AttentionProblem, Inputs
-from tilewise.core.signature import stand_in
-from tilewise.core.torch_private import raw_stream
 from tilewise.gpu.functions.captured import Captured
 from tilewise.gpu.hopper.common.arguments import Extras, Factors, QueriesConfig, Sizes
 from tilewise.gpu.hopper.common.functions import captured_of, compiled_functions, inlines_mask
 from tilewise.gpu.launch.gpus import gpu_of
 from tilewise.gpu.launch.launch_plan import Launch, Tensors, run
+from tilewise.gpu.launch.plan import scheduler_counter
 
 LOG2_E = math.log2(math.e)
 
@@ -31,26 +30,10 @@ GROUP_ROWS = 8  # of shared memory that TMA swizzles, 128 bytes a row
 MOST_ROWS = 256  # of a tile
 BIAS_TILE = 64  # rows and columns that one program copies
 
-_COUNTERS: dict[tuple[int, int, int], Tensor] = {}
-
 
 def num_sms(index: int | None) -> int:
     """Of a GPU by its number."""
     return gpu_of(index).num_sms
-
-
-def scheduler_counter(device: torch.device, number: int = 0) -> Tensor:
-    """Two zeros for a launch's scheduler, which leaves them zero again.
-
-    Launches of one stream follow each other, so they share a pair; a captured graph owns its own. Kernels
-    that run side by side take pairs of other numbers.
-    """
-    if stand_in() is not None or torch.cuda.is_current_stream_capturing():
-        return torch.zeros(2, dtype=torch.int32, device=device)
-    key = (device.index, raw_stream(device.index), number)
-    if key not in _COUNTERS:
-        _COUNTERS[key] = torch.zeros(2, dtype=torch.int32, device=device)
-    return _COUNTERS[key]
 
 
 def shared_counters(device: torch.device) -> tuple[Tensor, ...]:
