@@ -5,8 +5,13 @@ import torch
 
 import tilewise
 from tilewise import reference
+from tilewise.core.problem import Inputs, Options
+from tilewise.core.signature import Request
+from tilewise.dispatch import plans
 from tilewise.merge import merge
 from tilewise.testing import compare
+
+IS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -78,3 +83,27 @@ def test_parts_that_do_not_fit():
     for parts in ([], [(out, lse.transpose(1, 2))], [(out, lse), (out[:, :2], lse[..., :2])]):
         with pytest.raises(ValueError, match="parts"):
             merge(parts)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    "seqlen_q, seqlen_k, dim", [(1, 300, 64), (3, 2000, 128), (20, 20, 16), (300, 290, 80)]
+)
+@pytest.mark.parametrize("backend", ["llvm", "tiled", "triton", "hopper"])
+def test_a_wide_out_rounds_to_the_usual_one(backend, seqlen_q, seqlen_k, dim, dtype):
+    if (backend == "triton" and not torch.cuda.is_available()) or (backend == "hopper" and not IS_HOPPER):
+        pytest.skip("needs a GPU")
+    device = "cuda" if backend in ("triton", "hopper") else "cpu"
+    draw = [
+        torch.randn(2, n, h, dim, device=device) for n, h in ((seqlen_q, 4), (seqlen_k, 2), (seqlen_k, 2))
+    ]
+    dense = Inputs(*(t.to(dtype) for t in draw))
+    starts = [torch.arange(0, 3 * n, n, dtype=torch.int32, device=device) for n in (seqlen_q, seqlen_k)]
+    packed = Inputs(*(t.flatten(0, 1) for t in dense[:3]), *starts)
+    for inputs in (dense, packed):
+        for _ in range(2):  # on a GPU the second is launched in another way
+            narrow, wide = (
+                plans.attend(inputs, Options(causal=True), backend, Request(wide=w)) for w in (False, True)
+            )
+            assert wide.out.dtype == torch.float32 and torch.equal(wide.out.to(dtype), narrow.out)
+            assert not torch.equal(wide.out, narrow.out.float()) and torch.equal(wide.lse, narrow.lse)
