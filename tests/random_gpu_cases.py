@@ -1,7 +1,7 @@
 """Random attention problems on a GPU, forward and backward, by the project's error rule.
 
 `python tests/random_gpu_cases.py hopper 1000 [first seed]` checks so many; `triton` likewise. `cache` checks
-many queries on caches, forward only, with whichever kernels serve them.
+many queries on caches, forward only, by any kernels, and `decode` few, mostly on 8-bit pages.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ def check(seed: int, backend: str) -> None:
         assert report.max_error <= report.max_budget, str(report)
 
 
-def draw_cache(seed: int) -> tuple[Inputs, Options, list[Tensor], list[int], list[int]]:
+def draw_cache(seed: int, is_decoding: bool) -> tuple[Inputs, Options, list[Tensor], list[int], list[int]]:
     """Inputs, whose cache is NaN behind each sequence; options, keys and values, lengths, ends of queries."""
     kernel_rng, rng = random.Random(seed // CASES_A_KERNEL), random.Random(seed)
     torch.manual_seed(seed)
@@ -136,7 +136,8 @@ def draw_cache(seed: int) -> tuple[Inputs, Options, list[Tensor], list[int], lis
     kv_heads, group, batch = rng.choice((1, 2, 3)), rng.choice((1, 2, 4, 8, 3)), rng.choice((1, 2, 3, 5))
     capacity, steepness = rng.choice((256, 512, 1536)), rng.choice((1.0, 1.0, 1.0, 4.0, 20.0))
     lengths = [min(rng.choice((0, 5, *LENGTHS, capacity)), capacity) for _ in range(batch)]
-    same = rng.choice([n for n in LENGTHS if n > 16])
+    same = rng.choice([n for n in LENGTHS if (n <= 16) == is_decoding])
+    is_packed = is_packed and not is_decoding
     ends = [0, *accumulate(rng.choice((0, 5, *EDGES)) if is_packed else same for _ in lengths)]
     q = _tensor(rng, (max(1, ends[-1]), kv_heads * group, dims[0]), dtype) * steepness
     ends[-1] = len(q)
@@ -145,11 +146,15 @@ def draw_cache(seed: int) -> tuple[Inputs, Options, list[Tensor], list[int], lis
     tensors: dict[str, Any] = {"seqlens_k": held}
     behind = torch.arange(capacity, device="cuda") >= held[:, None]
     stored = [t.masked_fill(behind[..., None, None], float("nan")) for t in tokens]
+    if is_decoding and page_size is not None and kernel_rng.random() < 0.8:
+        stored, tokens, tensors = in_8_bits(stored, page_size, rng.choice((1.0, 0.37)), tensors)
     if page_size is not None:
         table = torch.randperm(batch * capacity // page_size, device="cuda").view(batch, -1)
         tensors["page_table"] = table.masked_fill(behind[:, ::page_size], 1 << 30).int()
         where = table.flatten().argsort()
         stored = [t.unflatten(1, (-1, page_size)).flatten(0, 1)[where] for t in stored]
+        scales = {name: tensors[name][where] for name in ("key_scale", "value_scale") if name in tensors}
+        tensors |= scales
     if is_packed:
         tensors["cu_seqlens_q"] = torch.tensor(ends, dtype=torch.int32, device="cuda")
     else:
@@ -165,9 +170,25 @@ def draw_cache(seed: int) -> tuple[Inputs, Options, list[Tensor], list[int], lis
     return Inputs(q, *stored, **tensors), options, tokens, lengths, ends
 
 
-def check_cache(seed: int) -> None:
+def in_8_bits(
+    stored: list[Tensor], page_size: int, factor: float, tensors: dict[str, Any]
+) -> tuple[list[Tensor], list[Tensor], dict[str, Any]]:
+    """Rows of caches as float8_e4m3fn, what they stand for, and tensors with the scales of their pages."""
+    held = [t.to(torch.float8_e4m3fn) for t in stored]
+    batch, capacity, kv_heads, _ = stored[0].shape
+    shape = batch, capacity // page_size, kv_heads
+    scales = [factor * 2.0 ** torch.randint(-3, 4, shape, device="cuda") for _ in held]
+    tokens = [
+        (t.float().unflatten(1, (-1, page_size)) * scale[:, :, None, :, None]).flatten(1, 2).double()
+        for t, scale in zip(held, scales)
+    ]
+    flat = (scale.flatten(0, 1) for scale in scales)
+    return held, tokens, tensors | dict(zip(("key_scale", "value_scale"), flat))
+
+
+def check_cache(seed: int, is_decoding: bool) -> None:
     """The forward by itself, sequence by sequence, all of them within one budget."""
-    inputs, options, (k, v), lengths, ends = draw_cache(seed)
+    inputs, options, (k, v), lengths, ends = draw_cache(seed, is_decoding)
     problem = describe(inputs, options)
     out, lse = dispatch.load(dispatch.choose(problem)).forward(problem, inputs)
     found = out.flatten(0, -3), lse if lse.ndim == 2 else lse.transpose(0, 1).flatten(1)
@@ -194,7 +215,8 @@ def main() -> None:
     failures = 0
     for seed in range(first, first + count):
         try:
-            check_cache(seed) if backend == "cache" else check(seed, backend)
+            is_cached = backend in ("cache", "decode")
+            check_cache(seed, backend == "decode") if is_cached else check(seed, backend)
         except (AssertionError, RuntimeError) as problem:
             failures += 1
             print(f"seed {seed}: {problem!r}", flush=True)
