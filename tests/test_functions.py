@@ -335,6 +335,34 @@ def test_wrong_indices_make_no_tile_empty():
         tilewise.attention(x, x, x, mask_mod=lambda b, h, i, j: keep[j], backend="llvm")
 
 
+KEEP, PLACES = torch.arange(40) % 39 > 0, torch.arange(60)  # wrong indices read an end
+LOWEST = torch.where(KEEP, 0.0, -math.inf)
+
+
+def hidden_by(known):
+    """Functions that hide keys by what they read, where `known(j)`; the other keys whatever that is."""
+    return [
+        {"mask_mod": lambda b, h, i, j: known(j) & KEEP[PLACES[j]]},
+        {"mask_mod": lambda b, h, i, j: ~(~known(j) | ~KEEP[PLACES[j]])},
+        {"mask_mod": lambda b, h, i, j: torch.where(known(j), KEEP.int()[PLACES[j]], 0) * known(j) > 0},
+        {"score_mod": lambda s, b, h, i, j: s + torch.where(known(j), LOWEST[PLACES[j]], -math.inf)},
+        {"score_mod": lambda s, b, h, i, j: torch.where(known(j) & KEEP[PLACES[j]], s * s, -math.inf)},
+    ]
+
+
+@pytest.mark.parametrize("backend", ["tiled", "llvm"])
+@pytest.mark.parametrize("queries", [60, 2])
+def test_a_wrong_index_cannot_hide_its_own_key(backend, queries):
+    x, beside = torch.randn(1, 60, 1, 8), torch.arange(60).expand(queries, 60) < 40
+    some = slice(None) if backend == "tiled" else slice(None, None, 3)  # others take seconds to compile
+    wrong, right = hidden_by(lambda j: j >= 0)[some], hidden_by(lambda j: j < 40)[some]
+    for options in wrong:
+        with pytest.raises(IndexError, match=r"\(40,\) is out of range \(line .*test_functions.py"):
+            tilewise.attention(x[:, :queries], x, x, backend=backend, **options)
+    for options in (*right, {**wrong[0], "mask": beside}):
+        assert tilewise.attention(x[:, :queries], x, x, backend=backend, **options).isfinite().all()
+
+
 def test_other_backends_refuse():
     x = torch.randn(1, 6, 1, 4)
     with pytest.raises(NotImplementedError, match=r"mask or score functions; .*'tiled' would serve"):

@@ -5,6 +5,7 @@ equal nodes are one. Integers are exact (64 bits), floats are of the scores' dty
 
     leaves       const, score, b, h, i, j, load: a captured tensor's number at integer expressions;
                  of tangents dot_score, dot_load
+    is_wrong     of a load: whether an index is out of range (`captured.doubt`)
     arithmetic   add sub mul div floordiv mod pow neg abs minimum maximum, of integers or floats
     comparisons  lt le eq ne
     logic        and or xor not, bit by bit of integers; shl shr; where

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from tilewise.core.functions.captured import doubt
 from tilewise.core.functions.evaluate import Buffers, Evaluator, Values
 from tilewise.core.functions.expression import Functions
 from tilewise.core.functions.interval import Blocks, Interval, Intervals, Ranges
@@ -141,5 +142,8 @@ def _elements(functions: Functions, buffers: Buffers, ranges: Ranges) -> Interva
     assert functions.mask is not None
     b, h, i, j = (span.first for span in ranges)
     values = Values(None, b, h, i, j, torch.float32)
-    visible = Evaluator(functions.graph, functions, buffers, values)(functions.mask)
+    graph = functions.graph.copy()
+    unsure = doubt(graph, functions.mask, functions.guarded)  # such keys count: a call reports them
+    mask = functions.mask if unsure is None else graph.add("or", functions.mask, unsure)
+    visible = Evaluator(graph, functions, buffers, values)(mask)
     return visible, visible

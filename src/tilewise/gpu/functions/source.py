@@ -1,6 +1,6 @@
 """Mask and score functions in Triton: an expression as the source of helpers, which the kernels inline.
 
-    mask_mod(i, j, seq, captured) -> (whether the key is visible, whether an index is wrong)
+    mask_mod(i, j, seq, captured) -> (whether the key is visible or may be, whether an index is wrong)
     score_mod(s, i, j, seq, captured) -> (score, d score / d s, whether an index is wrong)
     add_captured(total, g, s, i, j, i0, j0, seq, captured)
 
@@ -22,7 +22,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from tilewise.core.functions.captured import wide_integers
+from tilewise.core.functions.captured import doubt, wide_integers
 from tilewise.core.functions.derivative import derivative
 from tilewise.core.functions.expression import BOOL, FLOAT, FUNCTIONS, INT, Functions, Graph, decode
 from tilewise.core.kept import lock_for_forks
@@ -129,13 +129,19 @@ from tilewise.gpu.functions.sums import add_each, add_one, diagonal_sums, rotate
 def _source(kernel: KernelFunctions) -> tuple[str, bool]:
     functions, text, has_slope = kernel.functions, _HEAD, False
     if functions.mask is not None:
-        printer = _Printer(functions.graph, kernel)
-        visible = printer.full(functions.mask, BOOL)
-        text += printer.function("mask_mod_DIGEST(i, j, seq, captured)", visible)
+        graph = functions.graph.copy()
+        unsure = doubt(graph, functions.mask, kernel.guarded)
+        printer = _Printer(graph, kernel)
+        visible = functions.mask if unsure is None else graph.add("or", functions.mask, unsure)
+        text += printer.function("mask_mod_DIGEST(i, j, seq, captured)", printer.full(visible, BOOL))
     if functions.score is not None:
         graph, score, slope, _ = derivative(functions)
+        graph = graph.copy()
         slope = graph.const(0.0) if slope is None else slope
         has_slope = graph.value(slope) != 1.0
+        unsure = doubt(graph, score, kernel.guarded)
+        if unsure is not None:  # what is read there makes no key hidden, which would not be reported
+            score = graph.add("where", unsure, graph.const(0.0), score)
         printer = _Printer(graph, kernel)
         results = [printer.full(n, FLOAT) for n in (score, slope)]
         text += printer.function("score_mod_DIGEST(s, i, j, seq, captured)", *results)
@@ -216,6 +222,8 @@ class _Printer:
         node = self.graph.nodes[n]
         if node.op == "load":
             return self._load(n)
+        if node.op == "is_wrong":
+            return f"w{node.args[0]}"
         if not node.args:
             return _LEAVES[node.op]
         is_wide = node.op in ("shl", "shr") or any(m in self.wide for m in (n, *node.args))
