@@ -140,12 +140,21 @@ def _source(kernel: KernelFunctions) -> tuple[str, bool]:
         slope = graph.const(0.0) if slope is None else slope
         has_slope = graph.value(slope) != 1.0
         unsure = doubt(graph, score, kernel.guarded)
-        if unsure is not None:  # what is read there makes no key hidden, which would not be reported
+        if unsure is not None and not _is_nan_if_unsure(graph, score, kernel.guarded):  # and perhaps -inf
             score = graph.add("where", unsure, graph.const(0.0), score)
         printer = _Printer(graph, kernel)
         results = [printer.full(n, FLOAT) for n in (score, slope)]
         text += printer.function("score_mod_DIGEST(s, i, j, seq, captured)", *results)
     return text + _source_of_gradients(kernel), has_slope
+
+
+def _is_nan_if_unsure(graph: Graph, score: int, guarded: frozenset[int]) -> bool:
+    """Whether the NaN that a wrong index reads reaches the score wherever that depends on it."""
+    found: set[int] = set()
+    for n in graph.reachable([score]):
+        if n in guarded or found.intersection(graph.nodes[n].args):
+            found.add(n)
+    return all(graph.nodes[n].kind == FLOAT for n in found)
 
 
 def _source_of_gradients(kernel: KernelFunctions) -> str:
@@ -253,10 +262,11 @@ class _Printer:
         return f"({args[0]} {_INFIX[node.op]} {args[1]})"
 
     def _load(self, n: int) -> str:
-        """A captured number; 0 where an index is wrong."""
+        """A captured number; NaN, or 0 of integers, where an index is wrong."""
         kind = self.functions.tensors[self.graph.nodes[n].value].kind
         place = f"{'captured.floats' if kind == FLOAT else 'captured.integers'} + {self.place_of_load(n)}"
-        found = f"tl.load({place}{f', mask=w{n} == 0, other=0' if n in self.kernel.guarded else ''})"
+        other = 'float("nan")' if kind == FLOAT else "0"
+        found = f"tl.load({place}{f', mask=w{n} == 0, other={other}' if n in self.kernel.guarded else ''})"
         return f"({found} != 0)" if kind == BOOL else found
 
     def wrong_load(self, n: int) -> str:
