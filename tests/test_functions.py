@@ -10,12 +10,14 @@ from unittest import mock
 
 import pytest
 import torch
+from torch.nn import functional as nn
 
 import tilewise
 from tilewise import reference
 from tilewise.core.functions import interval
 from tilewise.core.functions.captured import check_indices, pack
-from tilewise.core.functions.evaluate import Buffers
+from tilewise.core.functions.derivative import derivative
+from tilewise.core.functions.evaluate import Buffers, Evaluator, Values
 from tilewise.core.functions.tile_map import EMPTY, FULL, edges, tile_kinds
 from tilewise.core.functions.trace import trace
 from tilewise.flex_attention import create_block_mask
@@ -80,6 +82,83 @@ def test_slopes_at_bounds_are_pytorchs(backend):
         exact = reference.attention_backward(dout, q, k, v, score_mod=score_mod, captured=(zeros, far))
     for ours, theirs in zip(found, (*exact[:3], *exact.captured), strict=True):
         close(ours, theirs)
+
+
+PLACED = torch.tensor([-2.0, 0.5, 3.0])
+WHOLE = {  # of any number, in PyTorch and here
+    "addcdiv": lambda x: torch.addcdiv(x, x, x * x + 1, value=0.5),
+    "addcmul": lambda x: torch.addcmul(x * x, x, x, value=0.5),
+    "asin": lambda x: torch.asin(x / (1.1 + x.abs())),
+    "acos": lambda x: torch.arccos(x / (1.1 + x.abs())),
+    "acosh": lambda x: torch.acosh(x * x + 1.1),
+    "arctan2": lambda x: torch.arctan2(x, 1 - x),
+    "atan": torch.atan,
+    "atanh": lambda x: torch.atanh(x / (1.1 + x.abs())),
+    "bucketize": lambda x: x * (torch.bucketize(x, PLACED) + 3 * torch.bucketize(x, PLACED, right=True)),
+    "celu": lambda x: nn.celu(x, 2.0),
+    "clamps": lambda x: torch.clamp_max(x.clamp_min(-1.0), 2.0),
+    "copysign": lambda x: torch.copysign(x * x, x),
+    "elu": lambda x: nn.elu(x, 1.3),
+    "fmax": lambda x: torch.fmax(x, x * x / 2) + torch.fmin(x, 1 - x),
+    "gelu": lambda x: nn.gelu(x) + nn.gelu(x, approximate="tanh"),
+    "hard": lambda x: nn.hardtanh(x) + nn.hardsigmoid(x) + nn.hardswish(x) + nn.relu6(x),
+    "hypot": lambda x: torch.hypot(x, 1 - x),
+    "isin": lambda x: torch.where(torch.isin(x, PLACED), x * 2, x),
+    "where": lambda x: PLACED[0].where(x < 0, x.where(x > 3, x * x)).where(torch.isfinite(x), 7),
+    "leaky_relu": lambda x: nn.leaky_relu(x) + nn.threshold(x, 0.2, 0.5),
+    "lerp": lambda x: torch.lerp(x, x * x, 0.3),
+    "logaddexp": lambda x: torch.logaddexp(x, x / 2 + 1),
+    "logit": lambda x: torch.logit(0.5 + x / (3 + 3 * x.abs())),
+    "logs": lambda x: torch.log10(x * x + 1) + torch.xlogy(x, x * x + 1),
+    "logsigmoid": nn.logsigmoid,
+    "mish": nn.mish,
+    "nan_to_num": lambda x: torch.nan_to_num(torch.where(x < -5, math.nan, x), 2.0) * torch.frac(x),
+    "searchsorted": lambda x: x * torch.searchsorted(PLACED, x, side="right"),
+    "selu": nn.selu,
+    "shrinks": lambda x: nn.softshrink(x) + nn.hardshrink(x, 0.2) + nn.tanhshrink(x),
+    "sinh": lambda x: torch.sinh(x / 4) * torch.cosh(x / 8) + torch.asinh(x),
+    "softplus": lambda x: nn.softplus(x) + nn.softplus(x, beta=2.0, threshold=3.0),
+    "softsign": lambda x: nn.softsign(x).mul_(2).type(x.dtype) + torch.deg2rad(x).squeeze(),
+}
+
+
+@pytest.mark.parametrize("function", WHOLE.values(), ids=WHOLE)
+def test_what_is_put_together_is_as_exact_as_pytorchs(function):
+    """Values and slopes in float32 and float64, of large numbers too, and where two parts meet."""
+    x = torch.cat([torch.linspace(-12, 12, 997), torch.tensor([0.0, 30, -30, 90, -90, *range(-6, 7), 0.5])])
+
+    def of_pytorch(dtype):
+        y = x.to(dtype).requires_grad_()
+        found = function(y)
+        return found.detach(), torch.autograd.grad(found.sum(), y)[0]
+
+    def own(dtype):
+        found = trace(None, lambda s, b, h, i, j: function(s))
+        graph, value, slope, _ = derivative(found.functions)
+        zero = torch.zeros((), dtype=torch.long)
+        values = Values(x.to(dtype), zero, zero, zero, zero, dtype)
+        evaluate = Evaluator(graph, found.functions, pack(found, values.score[None, None]), values)
+        return evaluate(value), evaluate(slope)
+
+    for ours, single, exact in zip(own(torch.float32), of_pytorch(torch.float32), of_pytorch(torch.float64)):
+        errors = [((t - exact).abs() / exact.abs().clamp(min=1)).max() for t in (ours, single)]
+        assert errors[0] <= max(2 * errors[1], 3e-7)
+    for ours, exact in zip(own(torch.float64), of_pytorch(torch.float64)):
+        torch.testing.assert_close(ours.expand_as(exact), exact, rtol=1e-7, atol=1e-8)
+
+
+def test_tables_by_functions_of_tensors():
+    x, embedding, one = torch.randn(1, 40, 2, 8), torch.nn.Embedding(40, 2), torch.randn(2)
+    found, exact = (
+        tilewise.attention(x, x, x, score_mod=score_mod)
+        for score_mod in (
+            lambda s, b, h, i, j: s + embedding((i - j).clamp(0))[h] + torch.gather(one, 0, h),
+            lambda s, b, h, i, j: s + embedding.weight[(i - j).clamp(0), h] + one[h],
+        )
+    )
+    assert torch.equal(found, exact)
+    with pytest.raises(NotImplementedError, match=r"a table of all results before the call.*line.*bucketize"):
+        tilewise.attention(x, x, x, mask_mod=lambda b, h, i, j: torch.bucketize(j, torch.arange(200)) < i)
 
 
 def test_packed_sequences_count_from_their_start():

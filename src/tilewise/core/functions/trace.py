@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+import tilewise.core.functions.operations  # noqa: F401 - which stand-ins have
 from tilewise.core.checks import shown
 from tilewise.core.functions.expression import BOOL, FLOAT, INDICES, LENGTH, Captured, Functions
 from tilewise.core.functions.proxy import PartOfTensor, Proxy, Recorder, kind_of, line_of_error
@@ -129,7 +130,7 @@ def _call(name: str, function: Callable[..., Any], recorder: Recorder, operands:
     """The function's result on proxies, one number."""
     check_function(name, function)
     try:
-        found = function(*operands)
+        found = function(*(Proxy(recorder, x.node) for x in operands))  # which x.add_(1) would change
         if found is None or isinstance(found, tuple | list) or callable(found):
             raise TypeError(f"it returns a {type(found).__name__}, must return one number")
         _check_kind(name, recorder.graph.nodes[recorder.number(found)].kind)
