@@ -383,6 +383,13 @@ def test_the_default_dtype_and_layouts_are_seen():
         ({"score_mod": torch.ones(6, 6)}, TypeError, r"must be a function of \(score,.*: pass it as bias$"),
         ({"mask_mod": SEEN}, TypeError, r"must be a function of \(b, h,.*: pass it as block_mask$"),
         (
+            {"score_mod": lambda s, b, h, i, j: torch.dot(s, s)},
+            NotImplementedError,
+            "'dot': .*append them.*line",
+        ),
+        ({"score_mod": lambda s, b, h, i, j: s.view(1)}, TypeError, "'view': .*single numbers.*line"),
+        ({"score_mod": lambda s, b, h, i, j: s * s.detach()}, TypeError, "compute before the call.*line"),
+        (
             {"mask_mod": lambda b, h, i, j: i.foo() > 0},
             TypeError,
             "a mask or score function has no operation 'foo'",

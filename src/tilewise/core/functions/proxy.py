@@ -113,7 +113,7 @@ class PartOfTensor:
 def _not_a_number(t: Tensor) -> str:
     return (
         f"a captured tensor of shape {tuple(t.shape)} must be indexed down to one number, as in "
-        "table[h, i - j]: compute what takes whole rows before the call"
+        f"table[h, i - j]: {_ROWS}"
     )
 
 
@@ -172,7 +172,7 @@ class Proxy:
             self.__index__()
         plain = name.removesuffix("_")
         if name.startswith("__") or plain not in METHODS:
-            raise AttributeError(f"a mask or score function has no operation {name!r}{_known()}")
+            raise AttributeError(f"a mask or score function has no operation {name!r}{_instead(name)}")
 
         def method(*args: Any, **kwargs: Any) -> Any:
             if name == "where":
@@ -196,11 +196,28 @@ class Proxy:
             t, index = args
             return recorder.load(t, index if isinstance(index, tuple) else (index,))
         if name not in METHODS:
-            raise NotImplementedError(f"a mask or score function has no operation {name!r}{_known()}")
+            raise NotImplementedError(f"a mask or score function has no operation {name!r}{_instead(name)}")
         return METHODS[name](recorder, *args, **{k: v for k, v in (kwargs or {}).items() if k != "inplace"})
 
 
-def _known() -> str:
+_ROWS = (
+    "compute what takes whole rows before the call, as a table; for dot products append them to query and key"
+)
+_INSTEAD = {  # of what users write, other than METHODS
+    _ROWS: ("dot", "sum", "mean", "prod", "norm", "matmul", "einsum", "stack", "cat", "cumsum", "softmax"),
+    "a score and its indices are single numbers, which have no dimensions": (
+        "view", "reshape", "unsqueeze", "flatten", "expand", "permute", "transpose", "broadcast_to",
+    ),
+    "gradients reach all that a score is computed from: compute before the call what shall have none": (
+        "detach", "requires_grad_",
+    ),
+}  # fmt: skip
+
+
+def _instead(name: str) -> str:
+    for hint, names in _INSTEAD.items():
+        if name in names:
+            return f": {hint}"
     return f"; it has tensor[index] of captured tensors, {', '.join(sorted(METHODS))}"
 
 
