@@ -161,6 +161,44 @@ def test_tables_by_functions_of_tensors():
         tilewise.attention(x, x, x, mask_mod=lambda b, h, i, j: torch.bucketize(j, torch.arange(200)) < i)
 
 
+def test_rows_are_their_numbers():
+    """A few numbers together, as coordinates or a basis; a distance of 0 has no slope."""
+    place, weight = (torch.randn(s, dtype=torch.double, requires_grad=True) for s in ((20, 2), (2, 3)))
+    place.data[3] = place.data[5]
+    x, centre, ends = (
+        torch.randn(1, 20, 2, 8, dtype=torch.double),
+        torch.rand(3).double(),
+        torch.tensor([7, 20]),
+    )
+
+    def rows(s, b, h, i, j):
+        apart = (place[i] - place[j]).norm()
+        near = (weight[h, :] * torch.exp(-((apart - centre) ** 2))).sum(-1)
+        return torch.where((i < ends).sum() == (j < ends).sum(), s + near, s - torch.amax(place[j].abs(), 0))
+
+    def numbers(s, b, h, i, j):
+        square = (place[i, 0] - place[j, 0]) ** 2 + (place[i, 1] - place[j, 1]) ** 2
+        apart = torch.where(square == 0, 0, torch.sqrt(torch.where(square == 0, 1, square)))
+        near = sum(weight[h, n] * torch.exp(-((apart - centre[n]) ** 2)) for n in range(3))
+        largest = torch.maximum(place[j, 0].abs(), place[j, 1].abs())
+        return torch.where((i < 7) == (j < 7), s + near, s - largest)
+
+    found, exact = (
+        torch.autograd.grad(
+            tilewise.attention(x, x, x, score_mod=f, backend="tiled").square().sum(), (place, weight)
+        )
+        for f in (rows, numbers)
+    )
+    for ours, theirs in zip(found, exact):
+        close(ours, theirs)
+    seen = {
+        "mask_mod": lambda b, h, i, j: (
+            torch.stack([i >= j, i - j < 9]).all() & (place[i] @ place[j] > -1e9).any()
+        )
+    }
+    close(tilewise.attention(x, x, x, **seen, backend="tiled"), tilewise.attention(x, x, x, window=(8, 0)))
+
+
 def test_packed_sequences_count_from_their_start():
     q, k, v = (torch.randn(30, 2, 8, dtype=torch.double) for _ in range(3))
     starts = torch.tensor([0, 7, 7, 30])
@@ -368,15 +406,16 @@ def test_the_default_dtype_and_layouts_are_seen():
         ({"mask_mod": lambda b, h, i, j: [True, False][h]}, TypeError, "tensors for lists and dicts.*line"),
         ({"mask_mod": lambda b, h, i, j: {0: True}[h]}, TypeError, "tensors for lists and dicts.*line"),
         (
-            {"score_mod": lambda s, b, h, i, j: s + torch.ones(6, 3)[i] @ torch.ones(6, 3)[j]},
+            {"score_mod": lambda s, b, h, i, j: s + torch.ones(6, 30)[i] @ torch.ones(6, 30)[j]},
             TypeError,
-            r"captured tensor of shape \(6, 3\) must be indexed down to one number.*line",
+            r"captured tensor of shape \(6, 30\) must be indexed down to one number.*at most 16.*line",
         ),
         (
-            {"score_mod": lambda s, b, h, i, j: s + torch.ones(6, 3)[i].mean()},
+            {"score_mod": lambda s, b, h, i, j: s + torch.ones(6, 6, 3)[i].mean()},
             TypeError,
-            r"captured tensor of shape \(6, 3\) must be indexed down to one number.*line",
+            r"captured tensor of shape \(6, 6, 3\) must be indexed down to one number.*line",
         ),
+        ({"score_mod": lambda s, b, h, i, j: s + torch.ones(6, 3)[i]}, TypeError, "row of 3 numbers.*line"),
         ({"score_mod": lambda s, b, h, i, j: None}, TypeError, "it returns a NoneType, must.*line"),
         ({"score_mod": lambda s, b, h, i, j: (s, i)}, TypeError, "it returns a tuple, must return one"),
         ({"mask_mod": torch.ones(6, 6) > 0}, TypeError, r"must be a function of \(b, h,.*: pass it as mask$"),

@@ -5,6 +5,7 @@ Most are put together of the expression's own operations, so that all backends a
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from tilewise.core.functions.expression import BOOL, COMPARISONS, FLOAT, FUNCTIONS, INT
-from tilewise.core.functions.proxy import METHODS, PartOfTensor, Proxy, Recorder, kind_of
+from tilewise.core.functions.proxy import METHODS, REDUCTIONS, PartOfTensor, Proxy, Recorder, Row, kind_of
 
 BOUNDS_HAVE_SLOPES = torch.__version__ >= "2.14"  # of a clamp, whose slope there was x's before
 
@@ -332,15 +333,66 @@ METHODS |= {
 
 
 def _operator(name: str) -> Callable[..., Any]:
-    return lambda self, *operands: METHODS[name](self.recorder, self, *operands)
+    return lambda self, *operands: self.recorder.call(name, (self, *operands))
+
+
+# ---- rows
+
+
+def _reduction(function: Callable[[list[Any]], Any]) -> Callable[..., Proxy]:
+    def found(row: Row, dim: Any = None, keepdim: bool = False) -> Proxy:
+        if dim not in (None, 0, -1, (0,), (-1,)) or keepdim or not row.items:
+            raise NotImplementedError("a row is reduced to one number here, whole: dim=-1, keepdim=False")
+        return function(row.items)
+
+    return found
+
+
+def _sum(items: list[Any]) -> Any:
+    return functools.reduce(lambda a, b: a + b, (x.int() if x.kind == BOOL else x for x in items))
+
+
+def _norm(row: Any, p: Any = 2, dim: Any = None, keepdim: bool = False, *, ord: Any = 2, **_: Any) -> Any:
+    """Its slope at 0 is 0."""
+    if p not in (2, None, "fro") or ord not in (2, None):
+        raise NotImplementedError("the norm of a row is the Euclidean one here")
+    squares = REDUCTIONS["sum"](row * row, dim, keepdim)
+    is_zero = squares == 0
+    return torch.where(is_zero, 0.0, torch.sqrt(torch.where(is_zero, 1.0, squares)))
+
+
+def _folded(op: str, kind: str | None = None) -> Callable[..., Proxy]:
+    def found(items: list[Any]) -> Any:
+        add = items[0].recorder.add
+        return functools.reduce(functools.partial(add, op), [add(kind, x) if kind else x for x in items])
+
+    return _reduction(found)
+
+
+def _dot(a: Any, b: Any) -> Any:
+    return REDUCTIONS["sum"](a * b)
+
+
+REDUCTIONS |= {
+    "sum": _reduction(_sum), "mean": _reduction(lambda items: _sum(items) / len(items)),
+    "prod": _folded("mul"), "all": _folded("and", BOOL), "any": _folded("or", BOOL),
+    "max": _folded("maximum"), "amax": _folded("maximum"),
+    "min": _folded("minimum"), "amin": _folded("minimum"),
+    "norm": _norm, "vector_norm": lambda row, ord=2, dim=None, keepdim=False: _norm(row, ord, dim, keepdim),
+    **dict.fromkeys(("dot", "matmul", "vecdot", "inner"), _dot),
+}  # fmt: skip
 
 
 for _name in (
     "add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "lt", "le", "gt", "ge", "eq", "ne", "and", "or",
     "xor", "lshift", "rshift", "neg", "pos", "abs", "invert",
 ):  # fmt: skip
-    setattr(Proxy, f"__{_name}__", _operator(_name))
+    for _class in (Proxy, PartOfTensor, Row):
+        setattr(_class, f"__{_name}__", _operator(_name))
 for _name in ("sub", "truediv", "floordiv", "mod", "pow", "lshift", "rshift"):
-    setattr(Proxy, f"__r{_name}__", _operator(f"r{_name}"))
+    for _class in (Proxy, PartOfTensor, Row):
+        setattr(_class, f"__r{_name}__", _operator(f"r{_name}"))
 for _name in ("add", "mul", "and", "or", "xor"):
-    setattr(Proxy, f"__r{_name}__", _operator(_name))
+    for _class in (Proxy, PartOfTensor, Row):
+        setattr(_class, f"__r{_name}__", _operator(_name))
+PartOfTensor.__matmul__ = Row.__matmul__ = _operator("matmul")  # type: ignore[attr-defined, operator]

@@ -17,6 +17,9 @@ from tilewise.core.torch_private import tree_leaves
 
 METHODS: dict[str, Callable[..., Any]] = {}  # by name, of a recorder and operands: `operations` has them
 _WHERE_OF = "Tensor.where"  # whose tensor comes before the condition, as that of torch.where does not
+REDUCTIONS: dict[str, Callable[..., Any]] = {}  # likewise, of rows
+OF_TENSORS = ("isin", "bucketize", "searchsorted", "gather", "embedding")  # which take them whole
+MOST_IN_ROW = 16  # numbers, each of which is read for each score
 _OWN = (os.path.dirname(__file__), os.path.dirname(torch.__file__))
 
 
@@ -37,6 +40,8 @@ class Recorder:
 
     def load(self, t: Tensor, indices: tuple[Any, ...]) -> Any:
         """t[indices]: a number, or with fewer indices than dimensions what still lacks some."""
+        while indices and _is_whole(indices[-1]):  # as in table[h, :]
+            indices = indices[:-1]
         if any(i is None or i is Ellipsis or isinstance(i, slice) for i in indices):
             raise NotImplementedError("a captured tensor takes one integer for each dimension, no slice")
         if len(indices) < t.ndim:
@@ -58,10 +63,37 @@ class Recorder:
         self.lines.setdefault(node, line_of_frame(sys._getframe(1)))
         return Proxy(self, node)
 
+    def row(self, x: Any) -> Row:
+        """The numbers of a captured tensor, or of a part of one, that lacks one index."""
+        if isinstance(x, Row):
+            return x
+        t, indices = (x.t, x.indices) if isinstance(x, PartOfTensor) else (x, ())
+        if len(indices) != t.ndim - 1 or t.shape[-1] > MOST_IN_ROW:
+            raise TypeError(_not_a_number(t))
+        return Row(self, [self.load(t, (*indices, n)) for n in range(t.shape[-1])])
+
+    def call(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> Any:
+        """An operation by its name; of rows that of each number, or a reduction."""
+        kwargs = {k: v for k, v in (kwargs or {}).items() if k != "inplace"}
+        if name not in OF_TENSORS and any(_is_row(a) for a in args):
+            args = tuple(self.row(a) if _is_row(a) else a for a in args)
+            if name in REDUCTIONS:
+                return REDUCTIONS[name](*args, **kwargs)
+            sizes = {len(a.items) for a in args if isinstance(a, Row)}
+            if len(sizes) > 1:
+                raise ValueError(f"rows of {sizes} numbers do not fit together")
+            each = ([a.items[n] if isinstance(a, Row) else a for a in args] for n in range(sizes.pop()))
+            return Row(self, [self.call(name, tuple(one), kwargs) for one in each])
+        if name not in METHODS:
+            raise NotImplementedError(f"a mask or score function has no operation {name!r}{_instead(name)}")
+        return METHODS[name](self, *args, **kwargs)
+
     def number(self, x: Any) -> int:
         """The node of an operand."""
         if isinstance(x, Proxy):
             return x.node
+        if isinstance(x, Row):
+            raise TypeError(f"a row of {len(x.items)} numbers must be made one, as by .sum() or [0]")
         if isinstance(x, PartOfTensor):
             x = x.t
         if isinstance(x, Tensor):
@@ -90,6 +122,21 @@ class Recorder:
         return Proxy(self, self.graph.add(op, *numbers))
 
 
+def _torch_function(
+    cls: Any, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+) -> Any:
+    """What stand-ins have as `__torch_function__`."""
+    recorder = next(a for a in tree_leaves((args, kwargs)) if isinstance(a, cls)).recorder
+    name = getattr(func, "__name__", str(func)).strip("_").removeprefix("special_").removeprefix("linalg_")
+    name = _WHERE_OF if func is Tensor.where else name
+    if name == "getitem":
+        t, index = args
+        return recorder.load(t, index if isinstance(index, tuple) else (index,))
+    if name == "stack":
+        return Row(recorder, [Proxy(recorder, recorder.number(x)) for x in args[0]])
+    return recorder.call(name, args, kwargs)
+
+
 class PartOfTensor:
     """A captured tensor that has been given some of its indices: `table[h]` of `table[h][i]`."""
 
@@ -100,20 +147,49 @@ class PartOfTensor:
         more = index if isinstance(index, tuple) else (index,)
         return self.recorder.load(self.t, self.indices + more)
 
-    @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        raise TypeError(_not_a_number(next(a for a in args if isinstance(a, cls)).t))
+    __torch_function__ = classmethod(_torch_function)
 
     def __getattr__(self, name: str) -> Any:
-        raise AttributeError(_not_a_number(self.t))
+        return getattr(self.recorder.row(self), name)
+
+
+class Row:
+    """A few numbers, as `place[q_idx]` of a captured tensor of shape (seqlen, 3)."""
+
+    def __init__(self, recorder: Recorder, items: list[Proxy]) -> None:
+        self.recorder, self.items = recorder, items
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size((len(self.items),))
+
+    ndim = 1
+
+    def __getitem__(self, index: Any) -> Any:
+        found = self.items[index]
+        return Row(self.recorder, found) if isinstance(found, list) else found
+
+    __torch_function__ = classmethod(_torch_function)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or (name not in METHODS and name not in REDUCTIONS):
+            raise AttributeError(f"a mask or score function has no operation {name!r}{_instead(name)}")
+        of = _WHERE_OF if name == "where" else name
+        return lambda *args, **kwargs: self.recorder.call(of, (self, *args), kwargs)
+
+
+def _is_whole(index: Any) -> bool:
+    return index is Ellipsis or (isinstance(index, slice) and index == slice(None))
+
+
+def _is_row(x: Any) -> bool:
+    return isinstance(x, Row | PartOfTensor) or (isinstance(x, Tensor) and x.ndim > 0)
 
 
 def _not_a_number(t: Tensor) -> str:
     return (
         f"a captured tensor of shape {tuple(t.shape)} must be indexed down to one number, as in "
-        f"table[h, i - j]: {_ROWS}"
+        f"table[h, i - j], or a row of at most {MOST_IN_ROW}: {_ROWS}"
     )
 
 
@@ -175,9 +251,8 @@ class Proxy:
             raise AttributeError(f"a mask or score function has no operation {name!r}{_instead(name)}")
 
         def method(*args: Any, **kwargs: Any) -> Any:
-            if name == "where":
-                return METHODS[_WHERE_OF](self.recorder, self, *args, **kwargs)
-            found = METHODS[plain](self.recorder, self, *args, **kwargs)
+            of = _WHERE_OF if name == "where" else plain
+            found = self.recorder.call(of, (self, *args), kwargs)
             if plain == name:
                 return found
             self.node = self.recorder.number(found)  # x.mul_(2): whoever holds x sees it
@@ -185,26 +260,14 @@ class Proxy:
 
         return method
 
-    @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        recorder = next(a for a in tree_leaves((args, kwargs)) if isinstance(a, cls)).recorder
-        name = getattr(func, "__name__", str(func)).strip("_").removeprefix("special_")
-        name = _WHERE_OF if func is Tensor.where else name
-        if name == "getitem":
-            t, index = args
-            return recorder.load(t, index if isinstance(index, tuple) else (index,))
-        if name not in METHODS:
-            raise NotImplementedError(f"a mask or score function has no operation {name!r}{_instead(name)}")
-        return METHODS[name](recorder, *args, **{k: v for k, v in (kwargs or {}).items() if k != "inplace"})
+    __torch_function__ = classmethod(_torch_function)
 
 
 _ROWS = (
     "compute what takes whole rows before the call, as a table; for dot products append them to query and key"
 )
 _INSTEAD = {  # of what users write, other than METHODS
-    _ROWS: ("dot", "sum", "mean", "prod", "norm", "matmul", "einsum", "stack", "cat", "cumsum", "softmax"),
+    _ROWS: ("dot", "sum", "mean", "prod", "norm", "matmul", "einsum", "cat", "cumsum", "softmax"),
     "a score and its indices are single numbers, which have no dimensions": (
         "view", "reshape", "unsqueeze", "flatten", "expand", "permute", "transpose", "broadcast_to",
     ),
@@ -219,10 +282,6 @@ def _instead(name: str) -> str:
         if name in names:
             return f": {hint}"
     return f"; it has tensor[index] of captured tensors, {', '.join(sorted(METHODS))}"
-
-
-for _name in ("add", "sub", "mul", "truediv", "matmul", "pow", "neg"):
-    setattr(PartOfTensor, f"__{_name}__", lambda self, *_: self.recorder.number(self.t))
 
 
 def line_of_frame(frame: FrameType | None) -> str:

@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 import tilewise.core.functions.operations  # noqa: F401 - which stand-ins have
 from tilewise.core.checks import shown
 from tilewise.core.functions.expression import BOOL, FLOAT, INDICES, LENGTH, Captured, Functions
-from tilewise.core.functions.proxy import PartOfTensor, Proxy, Recorder, kind_of, line_of_error
+from tilewise.core.functions.proxy import PartOfTensor, Proxy, Recorder, Row, kind_of, line_of_error
 
 MAX_TRACES = 1024
 
@@ -187,7 +187,7 @@ class _Asked(TorchFunctionMode):
     ) -> Any:
         if func in _OF_SHAPE:
             self.for_shapes = True
-        elif func not in _KEPT_BY and not any(issubclass(t, Proxy | PartOfTensor) for t in types):
+        elif func not in _KEPT_BY and not any(issubclass(t, Proxy | PartOfTensor | Row) for t in types):
             self.anything = True
         return func(*args, **(kwargs or {}))
 
