@@ -332,6 +332,7 @@ def test_what_a_function_asks_tensors_for_is_seen():
             lambda b, h, i, j: j < len(table),
             lambda b, h, i, j: table[j % table.size(0)] < n // 2,
             lambda b, h, i, j: j <= table.max().item(),
+            lambda b, h, i, j: torch.bucketize(j.contiguous(), table) < 5,
             lambda b, h, i, j: j <= i if flag else j >= i,
             imports,
             with_attribute,
@@ -346,6 +347,11 @@ def test_what_a_function_asks_tensors_for_is_seen():
                 tilewise.attention(x, x, x, mask_mod=mask_mod),
                 reference.attention(x, x, x, mask_mod=mask_mod)[0],
             )
+    for row in (torch.ones(2), torch.ones(3)):
+        found = tilewise.attention(
+            x, x, x, mask_mod=lambda b, h, i, j, row=row: j < torch.dot(row, row * (j >= 0))
+        )
+        close(found, tilewise.attention(x, x, x, mask=torch.arange(12).expand(12, 12) < len(row)))
 
 
 def test_the_default_dtype_and_layouts_are_seen():

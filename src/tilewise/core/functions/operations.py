@@ -200,6 +200,7 @@ MOST_NUMBERS = 128  # of a sorted or other list that each score would be compare
 
 def _numbers(r: Recorder, t: Any) -> list[Any]:
     """Those of a captured tensor of one dimension."""
+    r.asks_for_shapes = True
     if t.ndim != 1 or t.numel() > MOST_NUMBERS:
         raise NotImplementedError(
             f"a tensor of shape {tuple(t.shape)} must have one dimension and at most {MOST_NUMBERS} numbers: "

@@ -34,6 +34,7 @@ class Recorder:
         self.graph, self.device = Graph(), device
         self.tensors: list[Tensor] = []
         self.lines: dict[int, str] = {}
+        self.asks_for_shapes = False  # the trace is of these sizes of tensors
 
     def index(self, name: str) -> Proxy:
         return Proxy(self, self.graph.add(name, kind=FLOAT if name == "score" else INT))
@@ -68,6 +69,7 @@ class Recorder:
         if isinstance(x, Row):
             return x
         t, indices = (x.t, x.indices) if isinstance(x, PartOfTensor) else (x, ())
+        self.asks_for_shapes = True
         if len(indices) != t.ndim - 1 or t.shape[-1] > MOST_IN_ROW:
             raise TypeError(_not_a_number(t))
         return Row(self, [self.load(t, (*indices, n)) for n in range(t.shape[-1])])

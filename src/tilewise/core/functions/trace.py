@@ -75,14 +75,15 @@ def trace(
         remember(known.functions, known.lines)
         tensors = tuple(walk.tensors[place] for place in known.places)
         return Trace(known.functions, tensors, known.lines)
+    recorder = Recorder(device)
     with _Asked() as asked:
-        found = _traced(mask_mod, score_mod, wants_grad, device, first)
+        found = _traced(recorder, mask_mod, score_mod, wants_grad, first)
     places = [n for t in found.tensors for n, other in enumerate(walk.tensors) if other is t]
     remember(found.functions, found.lines)
     if key is not None and not asked.anything and len(places) == len(found.tensors):
         if len(_known) >= MAX_TRACES:
             _known.clear()
-        shapes = walk.shapes() if asked.for_shapes else None
+        shapes = walk.shapes() if asked.for_shapes or recorder.asks_for_shapes else None
         _known[key] = _Known(found.functions, tuple(places), found.lines, shapes)
     return found
 
@@ -102,13 +103,12 @@ def line_of_load(functions: Functions, node: int) -> str:
 
 
 def _traced(
+    recorder: Recorder,
     mask_mod: Callable[..., Any] | None,
     score_mod: Callable[..., Any] | None,
     wants_grad: bool,
-    device: torch.device | None,
     first: Tensor | None,
 ) -> Trace:
-    recorder = Recorder(device)
     indices = [recorder.index(name) for name in INDICES]
     if first is not None:  # within bounds that leave sums 32 bits; what is before a sequence counts as at 0
         begin, i = recorder.load(first, (indices[0],)).clamp(1 - LENGTH, LENGTH - 1), INDICES.index("i")
