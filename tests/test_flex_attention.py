@@ -276,8 +276,10 @@ def test_names_are_pytorchs():
     assert set(theirs.__all__) == set(ours.__all__) and all(hasattr(ours, name) for name in ours.__all__)
 
 
-def test_sizes_may_be_numpys():
-    found = ours.create_block_mask(MASKS["window"], 2, np.int32(3), np.int64(381), 381, "cpu", np.int64(64))
+def test_sizes_may_be_numpys_or_tensors():
+    found = ours.create_block_mask(
+        MASKS["window"], 2, np.int32(3), np.int64(381), torch.tensor(381), "cpu", np.int64(64)
+    )
     exact = ours.create_block_mask(MASKS["window"], 2, 3, 381, 381, "cpu", 64)
     assert torch.equal(found.to_dense(), exact.to_dense()) and found.shape == exact.shape
     assert all(type(n) is int for n in (*found.shape, *found.BLOCK_SIZE))

@@ -10,12 +10,14 @@ from unittest import mock
 
 import pytest
 import torch
+from torch.nn import functional as nn
 
 import tilewise
 from tilewise import reference
 from tilewise.core.functions import interval
 from tilewise.core.functions.captured import check_indices, pack
-from tilewise.core.functions.evaluate import Buffers
+from tilewise.core.functions.derivative import derivative
+from tilewise.core.functions.evaluate import Buffers, Evaluator, Values
 from tilewise.core.functions.tile_map import EMPTY, FULL, edges, tile_kinds
 from tilewise.core.functions.trace import trace
 from tilewise.flex_attention import create_block_mask
@@ -80,6 +82,121 @@ def test_slopes_at_bounds_are_pytorchs(backend):
         exact = reference.attention_backward(dout, q, k, v, score_mod=score_mod, captured=(zeros, far))
     for ours, theirs in zip(found, (*exact[:3], *exact.captured), strict=True):
         close(ours, theirs)
+
+
+PLACED = torch.tensor([-2.0, 0.5, 3.0])
+WHOLE = {  # of any number, in PyTorch and here
+    "addcdiv": lambda x: torch.addcdiv(x, x, x * x + 1, value=0.5),
+    "addcmul": lambda x: torch.addcmul(x * x, x, x, value=0.5),
+    "asin": lambda x: torch.asin(x / (1.1 + x.abs())),
+    "acos": lambda x: torch.arccos(x / (1.1 + x.abs())),
+    "acosh": lambda x: torch.acosh(x * x + 1.1),
+    "arctan2": lambda x: torch.arctan2(x, 1 - x),
+    "atan": torch.atan,
+    "atanh": lambda x: torch.atanh(x / (1.1 + x.abs())),
+    "bucketize": lambda x: x * (torch.bucketize(x, PLACED) + 3 * torch.bucketize(x, PLACED, right=True)),
+    "celu": lambda x: nn.celu(x, 2.0),
+    "clamps": lambda x: torch.clamp_max(x.clamp_min(-1.0), 2.0),
+    "copysign": lambda x: torch.copysign(x * x, x),
+    "elu": lambda x: nn.elu(x, 1.3),
+    "fmax": lambda x: torch.fmax(x, x * x / 2) + torch.fmin(x, 1 - x),
+    "gelu": lambda x: nn.gelu(x) + nn.gelu(x, approximate="tanh"),
+    "hard": lambda x: nn.hardtanh(x) + nn.hardsigmoid(x) + nn.hardswish(x) + nn.relu6(x),
+    "hypot": lambda x: torch.hypot(x, 1 - x),
+    "isin": lambda x: torch.where(torch.isin(x, PLACED), x * 2, x),
+    "where": lambda x: PLACED[0].where(x < 0, x.where(x > 3, x * x)).where(torch.isfinite(x), 7),
+    "leaky_relu": lambda x: nn.leaky_relu(x) + nn.threshold(x, 0.2, 0.5),
+    "lerp": lambda x: torch.lerp(x, x * x, 0.3),
+    "logaddexp": lambda x: torch.logaddexp(x, x / 2 + 1),
+    "logit": lambda x: torch.logit(0.5 + x / (3 + 3 * x.abs())),
+    "logs": lambda x: torch.log10(x * x + 1) + torch.xlogy(x, x * x + 1),
+    "logsigmoid": nn.logsigmoid,
+    "mish": nn.mish,
+    "nan_to_num": lambda x: torch.nan_to_num(torch.where(x < -5, math.nan, x), 2.0) * torch.frac(x),
+    "searchsorted": lambda x: x * torch.searchsorted(PLACED, x, side="right"),
+    "selu": nn.selu,
+    "shrinks": lambda x: nn.softshrink(x) + nn.hardshrink(x, 0.2) + nn.tanhshrink(x),
+    "sinh": lambda x: torch.sinh(x / 4) * torch.cosh(x / 8) + torch.asinh(x),
+    "softplus": lambda x: nn.softplus(x) + nn.softplus(x, beta=2.0, threshold=3.0),
+    "softsign": lambda x: nn.softsign(x).mul_(2).type(x.dtype) + torch.deg2rad(x).squeeze(),
+}
+
+
+@pytest.mark.parametrize("function", WHOLE.values(), ids=WHOLE)
+def test_what_is_put_together_is_as_exact_as_pytorchs(function):
+    """Values and slopes in float32 and float64, of large numbers too, and where two parts meet."""
+    x = torch.cat([torch.linspace(-12, 12, 997), torch.tensor([0.0, 30, -30, 90, -90, *range(-6, 7), 0.5])])
+
+    def of_pytorch(dtype):
+        y = x.to(dtype).requires_grad_()
+        found = function(y)
+        return found.detach(), torch.autograd.grad(found.sum(), y)[0]
+
+    def own(dtype):
+        found = trace(None, lambda s, b, h, i, j: function(s))
+        graph, value, slope, _ = derivative(found.functions)
+        zero = torch.zeros((), dtype=torch.long)
+        values = Values(x.to(dtype), zero, zero, zero, zero, dtype)
+        evaluate = Evaluator(graph, found.functions, pack(found, values.score[None, None]), values)
+        return evaluate(value), evaluate(slope)
+
+    for ours, single, exact in zip(own(torch.float32), of_pytorch(torch.float32), of_pytorch(torch.float64)):
+        errors = [((t - exact).abs() / exact.abs().clamp(min=1)).max() for t in (ours, single)]
+        assert errors[0] <= max(2 * errors[1], 3e-7)
+    for ours, exact in zip(own(torch.float64), of_pytorch(torch.float64)):
+        torch.testing.assert_close(ours.expand_as(exact), exact, rtol=1e-7, atol=1e-8)
+
+
+def test_tables_by_functions_of_tensors():
+    x, embedding, one = torch.randn(1, 40, 2, 8), torch.nn.Embedding(40, 2), torch.randn(2)
+    found, exact = (
+        tilewise.attention(x, x, x, score_mod=score_mod)
+        for score_mod in (
+            lambda s, b, h, i, j: s + embedding((i - j).clamp(0))[h] + torch.gather(one, 0, h),
+            lambda s, b, h, i, j: s + embedding.weight[(i - j).clamp(0), h] + one[h],
+        )
+    )
+    assert torch.equal(found, exact)
+    with pytest.raises(NotImplementedError, match=r"a table of all results before the call.*line.*bucketize"):
+        tilewise.attention(x, x, x, mask_mod=lambda b, h, i, j: torch.bucketize(j, torch.arange(200)) < i)
+
+
+def test_rows_are_their_numbers():
+    """A few numbers together, as coordinates or a basis; a distance of 0 has no slope."""
+    place, weight = (torch.randn(s, dtype=torch.double, requires_grad=True) for s in ((20, 2), (2, 3)))
+    place.data[3] = place.data[5]
+    x, centre, ends = (
+        torch.randn(1, 20, 2, 8, dtype=torch.double),
+        torch.rand(3).double(),
+        torch.tensor([7, 20]),
+    )
+
+    def rows(s, b, h, i, j):
+        apart = (place[i] - place[j]).norm()
+        near = (weight[h, :] * torch.exp(-((apart - centre) ** 2))).sum(-1)
+        return torch.where((i < ends).sum() == (j < ends).sum(), s + near, s - torch.amax(place[j].abs(), 0))
+
+    def numbers(s, b, h, i, j):
+        square = (place[i, 0] - place[j, 0]) ** 2 + (place[i, 1] - place[j, 1]) ** 2
+        apart = torch.where(square == 0, 0, torch.sqrt(torch.where(square == 0, 1, square)))
+        near = sum(weight[h, n] * torch.exp(-((apart - centre[n]) ** 2)) for n in range(3))
+        largest = torch.maximum(place[j, 0].abs(), place[j, 1].abs())
+        return torch.where((i < 7) == (j < 7), s + near, s - largest)
+
+    found, exact = (
+        torch.autograd.grad(
+            tilewise.attention(x, x, x, score_mod=f, backend="tiled").square().sum(), (place, weight)
+        )
+        for f in (rows, numbers)
+    )
+    for ours, theirs in zip(found, exact):
+        close(ours, theirs)
+    seen = {
+        "mask_mod": lambda b, h, i, j: (
+            torch.stack([i >= j, i - j < 9]).all() & (place[i] @ place[j] > -1e9).any()
+        )
+    }
+    close(tilewise.attention(x, x, x, **seen, backend="tiled"), tilewise.attention(x, x, x, window=(8, 0)))
 
 
 def test_packed_sequences_count_from_their_start():
@@ -215,6 +332,7 @@ def test_what_a_function_asks_tensors_for_is_seen():
             lambda b, h, i, j: j < len(table),
             lambda b, h, i, j: table[j % table.size(0)] < n // 2,
             lambda b, h, i, j: j <= table.max().item(),
+            lambda b, h, i, j: torch.bucketize(j.contiguous(), table) < 5,
             lambda b, h, i, j: j <= i if flag else j >= i,
             imports,
             with_attribute,
@@ -229,6 +347,11 @@ def test_what_a_function_asks_tensors_for_is_seen():
                 tilewise.attention(x, x, x, mask_mod=mask_mod),
                 reference.attention(x, x, x, mask_mod=mask_mod)[0],
             )
+    for row in (torch.ones(2), torch.ones(3)):
+        found = tilewise.attention(
+            x, x, x, mask_mod=lambda b, h, i, j, row=row: j < torch.dot(row, row * (j >= 0))
+        )
+        close(found, tilewise.attention(x, x, x, mask=torch.arange(12).expand(12, 12) < len(row)))
 
 
 def test_the_default_dtype_and_layouts_are_seen():
@@ -289,20 +412,28 @@ def test_the_default_dtype_and_layouts_are_seen():
         ({"mask_mod": lambda b, h, i, j: [True, False][h]}, TypeError, "tensors for lists and dicts.*line"),
         ({"mask_mod": lambda b, h, i, j: {0: True}[h]}, TypeError, "tensors for lists and dicts.*line"),
         (
-            {"score_mod": lambda s, b, h, i, j: s + torch.ones(6, 3)[i] @ torch.ones(6, 3)[j]},
+            {"score_mod": lambda s, b, h, i, j: s + torch.ones(6, 30)[i] @ torch.ones(6, 30)[j]},
             TypeError,
-            r"captured tensor of shape \(6, 3\) must be indexed down to one number.*line",
+            r"captured tensor of shape \(6, 30\) must be indexed down to one number.*at most 16.*line",
         ),
         (
-            {"score_mod": lambda s, b, h, i, j: s + torch.ones(6, 3)[i].mean()},
+            {"score_mod": lambda s, b, h, i, j: s + torch.ones(6, 6, 3)[i].mean()},
             TypeError,
-            r"captured tensor of shape \(6, 3\) must be indexed down to one number.*line",
+            r"captured tensor of shape \(6, 6, 3\) must be indexed down to one number.*line",
         ),
+        ({"score_mod": lambda s, b, h, i, j: s + torch.ones(6, 3)[i]}, TypeError, "row of 3 numbers.*line"),
         ({"score_mod": lambda s, b, h, i, j: None}, TypeError, "it returns a NoneType, must.*line"),
         ({"score_mod": lambda s, b, h, i, j: (s, i)}, TypeError, "it returns a tuple, must return one"),
         ({"mask_mod": torch.ones(6, 6) > 0}, TypeError, r"must be a function of \(b, h,.*: pass it as mask$"),
         ({"score_mod": torch.ones(6, 6)}, TypeError, r"must be a function of \(score,.*: pass it as bias$"),
         ({"mask_mod": SEEN}, TypeError, r"must be a function of \(b, h,.*: pass it as block_mask$"),
+        (
+            {"score_mod": lambda s, b, h, i, j: torch.dot(s, s)},
+            NotImplementedError,
+            "'dot': .*append them.*line",
+        ),
+        ({"score_mod": lambda s, b, h, i, j: s.view(1)}, TypeError, "'view': .*single numbers.*line"),
+        ({"score_mod": lambda s, b, h, i, j: s * s.detach()}, TypeError, "compute before the call.*line"),
         (
             {"mask_mod": lambda b, h, i, j: i.foo() > 0},
             TypeError,
@@ -333,6 +464,34 @@ def test_wrong_indices_make_no_tile_empty():
     x = torch.randn(1, 900, 1, 8)
     with pytest.raises(IndexError, match="out of range"):
         tilewise.attention(x, x, x, mask_mod=lambda b, h, i, j: keep[j], backend="llvm")
+
+
+KEEP, PLACES = torch.arange(40) % 39 > 0, torch.arange(60)  # wrong indices read an end
+LOWEST = torch.where(KEEP, 0.0, -math.inf)
+
+
+def hidden_by(known):
+    """Functions that hide keys by what they read, where `known(j)`; the other keys whatever that is."""
+    return [
+        {"mask_mod": lambda b, h, i, j: known(j) & KEEP[PLACES[j]]},
+        {"mask_mod": lambda b, h, i, j: ~(~known(j) | ~KEEP[PLACES[j]])},
+        {"mask_mod": lambda b, h, i, j: torch.where(known(j), KEEP.int()[PLACES[j]], 0) * known(j) > 0},
+        {"score_mod": lambda s, b, h, i, j: s + torch.where(known(j), LOWEST[PLACES[j]], -math.inf)},
+        {"score_mod": lambda s, b, h, i, j: torch.where(known(j) & KEEP[PLACES[j]], s * s, -math.inf)},
+    ]
+
+
+@pytest.mark.parametrize("backend", ["tiled", "llvm"])
+@pytest.mark.parametrize("queries", [60, 2])
+def test_a_wrong_index_cannot_hide_its_own_key(backend, queries):
+    x, beside = torch.randn(1, 60, 1, 8), torch.arange(60).expand(queries, 60) < 40
+    some = slice(None) if backend == "tiled" else slice(None, None, 3)  # others take seconds to compile
+    wrong, right = hidden_by(lambda j: j >= 0)[some], hidden_by(lambda j: j < 40)[some]
+    for options in wrong:
+        with pytest.raises(IndexError, match=r"\(40,\) is out of range \(line .*test_functions.py"):
+            tilewise.attention(x[:, :queries], x, x, backend=backend, **options)
+    for options in (*right, {**wrong[0], "mask": beside}):
+        assert tilewise.attention(x[:, :queries], x, x, backend=backend, **options).isfinite().all()
 
 
 def test_other_backends_refuse():

@@ -155,6 +155,30 @@ def test_indices_out_of_range_are_reported():
     tilewise.check_errors()
 
 
+@pytest.mark.parametrize("queries", [40, 2])
+def test_a_wrong_index_cannot_hide_its_own_key(queries):
+    """Where the other operand hides the key, whatever is read, the index may be wrong."""
+    x, places = randn(1, 40, 1, 16), torch.arange(40, device=DEVICE)
+    keep = places[:30] > 0
+
+    def run(end, **options):
+        def seen(j):
+            return (j < end) & keep[places[j]]
+
+        masked = {"mask_mod": lambda b, h, i, j: seen(j)}
+        scored = {"score_mod": lambda s, b, h, i, j: torch.where(seen(j), s * s, -float("inf"))}
+        for functions in (masked, scored):
+            yield tilewise.attention(x[:, :queries], x, x, backend="triton", **functions, **options)
+
+    for out in run(31):
+        assert out.isnan().all()
+        with pytest.raises(ValueError, match="mask or score function must lie in its captured tensor"):
+            tilewise.check_errors()
+    for out in (*run(30), *run(31, mask=(places < 30).expand(queries, 40))):
+        assert out.isfinite().all()
+    tilewise.check_errors()
+
+
 def test_lists_of_tiles_leave_out_what_is_hidden():
     """Of the function and of the other options; tiles with rows that don't exist are not full."""
     x = torch.randn(1, 70, 1, 16, device=DEVICE)

@@ -185,7 +185,7 @@ ROWS = (
         "has no gradient of tensors that are read at an index that depends on the score",
     ), is_rare=True),
     Row("functions with rare operations", lambda p: rare_operation(p.functions), dict.fromkeys(
-        BACKENDS[:-1], "prints no erf, no % or // of floats, no power but 0.5 and whole numbers up to 16"
+        BACKENDS[:-1], "prints no erf or atan, no % or // of floats, no power but 0.5 and whole ones up to 16"
     ), is_rare=True),
     Row("window", lambda p: p.has_window, {"aten": "has no window"}),
     Row("softcap", lambda p: p.softcap > 0, {"aten": "has no softcap"}),

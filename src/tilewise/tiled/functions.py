@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tilewise.core.functions.captured import out_of_range
+from tilewise.core.functions.captured import doubt, out_of_range
 from tilewise.core.functions.derivative import derivative, tangent
 from tilewise.core.functions.evaluate import Evaluator, Values, add_at, times
 from tilewise.core.functions.expression import decode
@@ -78,14 +78,28 @@ class FunctionTile:
         score = None if self.functions.score is None else by_head.clone()
         self.values = Values(score, *indices, segment.dtype)
         forward = Evaluator(self.functions.graph, self.functions, segment.buffers, self.values)
+        self._forward = forward
         if self.functions.score is not None:
             by_head.copy_(forward(self.functions.score))
+            unsure = self._doubt(self.functions.score)
+            if unsure is not None:  # whatever is read there, -inf is no answer: `check_indices` has one
+                by_head.masked_fill_(unsure, 0.0)
         if self.functions.mask is not None and not segment.is_full(tile):
-            by_head.masked_fill_(~forward(self.functions.mask), -torch.inf)
-        self._forward = forward
+            visible, unsure = forward(self.functions.mask), self._doubt(self.functions.mask)
+            by_head.masked_fill_(~(visible if unsure is None else visible | unsure), -torch.inf)
+
+    def _doubt(self, root: int) -> Tensor | None:
+        """Where a root depends on what wrong indices read."""
+        graph = self.functions.graph.copy()
+        unsure = doubt(graph, root, self.functions.guarded) if self.functions.guarded else None
+        if unsure is None:
+            return None
+        evaluate = Evaluator(graph, self.functions, self.segment.buffers, self.values)
+        evaluate.known, evaluate.positions = dict(self._forward.known), self._forward.positions
+        return evaluate(unsure)
 
     def check_indices(self, by_head: Tensor) -> None:
-        """Where a visible score has read an out-of-range index: raise on a CPU, make it NaN on a GPU.
+        """Where a score that is visible, or could be, has read out of range: raise on a CPU, NaN on a GPU.
 
         Raises:
             IndexError: which tensor it is.

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 import tilewise
 from test_random_functions import BATCH, HEADS, LENGTH, MASKS, SCORES, TABLE, as_mask, as_score
 from tilewise import reference
-from tilewise.core.functions import kernel_map as maps
+from tilewise.core.functions import tile_map as maps
 from tilewise.core.functions.trace import trace
 from tilewise.core.problem import Inputs, Options, describe
 from tilewise.cpu.host import compile as kernels, configs

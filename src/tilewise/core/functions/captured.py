@@ -8,6 +8,7 @@ shapes of a call tell which indices may be wrong, and what 32 bits may not hold.
 from __future__ import annotations
 
 import functools
+from collections.abc import Collection
 from dataclasses import replace
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from tilewise.core.functions import interval
 from tilewise.core.functions.evaluate import Buffers
-from tilewise.core.functions.expression import FLOAT, INT, LENGTH, Functions, Graph
+from tilewise.core.functions.expression import BOOL, FLOAT, INT, LENGTH, Functions, Graph
 from tilewise.core.functions.trace import Trace, line_of_load
 from tilewise.core.kept import integers_on, kept
 
@@ -124,6 +125,34 @@ def out_of_range(functions: Functions, n: int, dimension: int, index: int, shape
         f"index {index} in dimension {dimension} of a captured tensor of shape {shape} is out of range "
         f"(line {line_of_load(functions, n)})"
     )
+
+
+def doubt(graph: Graph, root: int, guarded: Collection[int]) -> int | None:
+    """A node, new in the graph: whether a root depends on what wrong indices of the guarded loads read.
+
+    It does not where the other operand of `&`, `|`, `*` or a `where` decides. None: it never depends.
+    """
+    add, never = graph.add, graph.const(False)
+    found: dict[int, int] = {}
+    for n in graph.reachable([root]):
+        node = graph.nodes[n]
+        of = [found[a] for a in node.args]
+        one = functools.reduce(functools.partial(add, "or"), of, never)
+        if node.op == "load" and n in guarded and node.args:
+            one = add("or", one, add("is_wrong", n, kind=BOOL))
+        elif node.op in ("and", "or", "mul") and node.kind != FLOAT and one != never:
+            if node.op != "or" or node.kind == BOOL:
+                for doubtful, a in zip(of, node.args):
+                    is_open = graph.cast(a, BOOL)  # a 0 decides a product, a True an `|`
+                    is_open = add("not", is_open) if node.op == "or" else is_open
+                    one = add("and", one, add("or", doubtful, is_open))
+        elif node.op == "where":
+            differs, (_, x, y) = of[0], node.args
+            if node.kind == BOOL:
+                differs = add("and", of[0], add("or", add("or", of[1], of[2]), add("xor", x, y)))
+            one = add("or", differs, add("where", node.args[0], of[1], of[2]))
+        found[n] = one
+    return None if found[root] == never else found[root]
 
 
 INT32 = 1 << 31

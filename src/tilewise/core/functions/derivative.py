@@ -132,13 +132,16 @@ def _of_power(graph: Graph, n: int, g: int) -> list[tuple[int, int]]:
 
 _SLOPES: dict[str, Callable[[Graph, int, int], int]] = {  # of (graph, argument, the function's value)
     "exp": lambda graph, a, n: n,
-    "expm1": lambda graph, a, n: graph.add("add", n, graph.const(1.0)),
+    "expm1": lambda graph, a, n: graph.add("exp", a),  # n + 1 has no digits of small ones
     "log": lambda graph, a, n: graph.add("div", graph.const(1.0), a),
     "log1p": lambda graph, a, n: graph.add("div", graph.const(1.0), graph.add("add", a, graph.const(1.0))),
     "tanh": lambda graph, a, n: graph.add("sub", graph.const(1.0), graph.add("mul", n, n)),
     "sqrt": lambda graph, a, n: graph.add("div", graph.const(0.5), n),
     "sin": lambda graph, a, n: graph.add("cos", a),
     "cos": lambda graph, a, n: graph.add("neg", graph.add("sin", a)),
+    "atan": lambda graph, a, n: graph.add(
+        "div", graph.const(1.0), graph.add("add", graph.const(1.0), graph.add("mul", a, a))
+    ),
     "erf": lambda graph, a, n: graph.add(
         "mul",
         graph.const(2 / math.sqrt(math.pi)),

@@ -84,6 +84,8 @@ class Evaluator:
             return node.value
         if node.op in ("load", "dot_load"):
             return self._load(n)
+        if node.op == "is_wrong":
+            return self.is_wrong(node.args[0])
         if not node.args:
             return getattr(self.values, node.op)
         if node.op in (BOOL, INT, FLOAT):

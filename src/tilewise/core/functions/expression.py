@@ -5,10 +5,11 @@ equal nodes are one. Integers are exact (64 bits), floats are of the scores' dty
 
     leaves       const, score, b, h, i, j, load: a captured tensor's number at integer expressions;
                  of tangents dot_score, dot_load
+    is_wrong     of a load: whether an index is out of range (`captured.doubt`)
     arithmetic   add sub mul div floordiv mod pow neg abs minimum maximum, of integers or floats
     comparisons  lt le eq ne
     logic        and or xor not, bit by bit of integers; shl shr; where
-    functions    exp log log1p expm1 tanh sqrt sin cos erf floor ceil round trunc
+    functions    exp log log1p expm1 tanh sqrt sin cos erf atan floor ceil round trunc
     casts        float int bool
 """
 
@@ -29,7 +30,8 @@ LENGTH = 1 << 30  # b, h, i and j are less, or a kernel does not take the call
 COMPARISONS = ("lt", "le", "eq", "ne")
 LOGIC = ("and", "or", "xor", "not", "shl", "shr")
 FUNCTIONS = (
-    "exp", "log", "log1p", "expm1", "tanh", "sqrt", "sin", "cos", "erf", "floor", "ceil", "round", "trunc",
+    "exp", "log", "log1p", "expm1", "tanh", "sqrt", "sin", "cos", "erf", "atan", "floor", "ceil", "round",
+    "trunc",
 )  # fmt: skip
 
 
@@ -324,7 +326,7 @@ def rare_operation(text: str | None) -> str | None:
     nodes = functions.graph.nodes
     for n in functions.graph.reachable(functions.roots):
         node = nodes[n]
-        if node.op == "erf":
+        if node.op in ("erf", "atan"):
             return node.op
         if node.op in ("floordiv", "mod") and FLOAT in [nodes[a].kind for a in node.args]:
             return node.op

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import linecache
-import math
 import os
 import sys
 from collections.abc import Callable
@@ -13,10 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilewise.core.functions.expression import BOOL, COMPARISONS, FLOAT, FUNCTIONS, INT, Graph
+from tilewise.core.functions.expression import BOOL, FLOAT, INT, Graph
 from tilewise.core.torch_private import tree_leaves
 
-BOUNDS_HAVE_SLOPES = torch.__version__ >= "2.14"  # of a clamp, whose slope there was x's before
+METHODS: dict[str, Callable[..., Any]] = {}  # by name, of a recorder and operands: `operations` has them
+_WHERE_OF = "Tensor.where"  # whose tensor comes before the condition, as that of torch.where does not
+REDUCTIONS: dict[str, Callable[..., Any]] = {}  # likewise, of rows
+OF_TENSORS = ("isin", "bucketize", "searchsorted", "gather", "embedding")  # which take them whole
+MOST_IN_ROW = 16  # numbers, each of which is read for each score
 _OWN = (os.path.dirname(__file__), os.path.dirname(torch.__file__))
 
 
@@ -31,12 +34,15 @@ class Recorder:
         self.graph, self.device = Graph(), device
         self.tensors: list[Tensor] = []
         self.lines: dict[int, str] = {}
+        self.asks_for_shapes = False  # the trace is of these sizes of tensors
 
     def index(self, name: str) -> Proxy:
         return Proxy(self, self.graph.add(name, kind=FLOAT if name == "score" else INT))
 
     def load(self, t: Tensor, indices: tuple[Any, ...]) -> Any:
         """t[indices]: a number, or with fewer indices than dimensions what still lacks some."""
+        while indices and _is_whole(indices[-1]):  # as in table[h, :]
+            indices = indices[:-1]
         if any(i is None or i is Ellipsis or isinstance(i, slice) for i in indices):
             raise NotImplementedError("a captured tensor takes one integer for each dimension, no slice")
         if len(indices) < t.ndim:
@@ -58,10 +64,38 @@ class Recorder:
         self.lines.setdefault(node, line_of_frame(sys._getframe(1)))
         return Proxy(self, node)
 
+    def row(self, x: Any) -> Row:
+        """The numbers of a captured tensor, or of a part of one, that lacks one index."""
+        if isinstance(x, Row):
+            return x
+        t, indices = (x.t, x.indices) if isinstance(x, PartOfTensor) else (x, ())
+        self.asks_for_shapes = True
+        if len(indices) != t.ndim - 1 or t.shape[-1] > MOST_IN_ROW:
+            raise TypeError(_not_a_number(t))
+        return Row(self, [self.load(t, (*indices, n)) for n in range(t.shape[-1])])
+
+    def call(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> Any:
+        """An operation by its name; of rows that of each number, or a reduction."""
+        kwargs = {k: v for k, v in (kwargs or {}).items() if k != "inplace"}
+        if name not in OF_TENSORS and any(_is_row(a) for a in args):
+            args = tuple(self.row(a) if _is_row(a) else a for a in args)
+            if name in REDUCTIONS:
+                return REDUCTIONS[name](*args, **kwargs)
+            sizes = {len(a.items) for a in args if isinstance(a, Row)}
+            if len(sizes) > 1:
+                raise ValueError(f"rows of {sizes} numbers do not fit together")
+            each = ([a.items[n] if isinstance(a, Row) else a for a in args] for n in range(sizes.pop()))
+            return Row(self, [self.call(name, tuple(one), kwargs) for one in each])
+        if name not in METHODS:
+            raise NotImplementedError(f"a mask or score function has no operation {name!r}{_instead(name)}")
+        return METHODS[name](self, *args, **kwargs)
+
     def number(self, x: Any) -> int:
         """The node of an operand."""
         if isinstance(x, Proxy):
             return x.node
+        if isinstance(x, Row):
+            raise TypeError(f"a row of {len(x.items)} numbers must be made one, as by .sum() or [0]")
         if isinstance(x, PartOfTensor):
             x = x.t
         if isinstance(x, Tensor):
@@ -90,6 +124,21 @@ class Recorder:
         return Proxy(self, self.graph.add(op, *numbers))
 
 
+def _torch_function(
+    cls: Any, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+) -> Any:
+    """What stand-ins have as `__torch_function__`."""
+    recorder = next(a for a in tree_leaves((args, kwargs)) if isinstance(a, cls)).recorder
+    name = getattr(func, "__name__", str(func)).strip("_").removeprefix("special_").removeprefix("linalg_")
+    name = _WHERE_OF if func is Tensor.where else name
+    if name == "getitem":
+        t, index = args
+        return recorder.load(t, index if isinstance(index, tuple) else (index,))
+    if name == "stack":
+        return Row(recorder, [Proxy(recorder, recorder.number(x)) for x in args[0]])
+    return recorder.call(name, args, kwargs)
+
+
 class PartOfTensor:
     """A captured tensor that has been given some of its indices: `table[h]` of `table[h][i]`."""
 
@@ -100,20 +149,49 @@ class PartOfTensor:
         more = index if isinstance(index, tuple) else (index,)
         return self.recorder.load(self.t, self.indices + more)
 
-    @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        raise TypeError(_not_a_number(next(a for a in args if isinstance(a, cls)).t))
+    __torch_function__ = classmethod(_torch_function)
 
     def __getattr__(self, name: str) -> Any:
-        raise AttributeError(_not_a_number(self.t))
+        return getattr(self.recorder.row(self), name)
+
+
+class Row:
+    """A few numbers, as `place[q_idx]` of a captured tensor of shape (seqlen, 3)."""
+
+    def __init__(self, recorder: Recorder, items: list[Proxy]) -> None:
+        self.recorder, self.items = recorder, items
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size((len(self.items),))
+
+    ndim = 1
+
+    def __getitem__(self, index: Any) -> Any:
+        found = self.items[index]
+        return Row(self.recorder, found) if isinstance(found, list) else found
+
+    __torch_function__ = classmethod(_torch_function)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or (name not in METHODS and name not in REDUCTIONS):
+            raise AttributeError(f"a mask or score function has no operation {name!r}{_instead(name)}")
+        of = _WHERE_OF if name == "where" else name
+        return lambda *args, **kwargs: self.recorder.call(of, (self, *args), kwargs)
+
+
+def _is_whole(index: Any) -> bool:
+    return index is Ellipsis or (isinstance(index, slice) and index == slice(None))
+
+
+def _is_row(x: Any) -> bool:
+    return isinstance(x, Row | PartOfTensor) or (isinstance(x, Tensor) and x.ndim > 0)
 
 
 def _not_a_number(t: Tensor) -> str:
     return (
         f"a captured tensor of shape {tuple(t.shape)} must be indexed down to one number, as in "
-        "table[h, i - j]: compute what takes whole rows before the call"
+        f"table[h, i - j], or a row of at most {MOST_IN_ROW}: {_ROWS}"
     )
 
 
@@ -141,6 +219,18 @@ class Proxy:
 
     ndim = 0
 
+    def size(self) -> torch.Size:
+        return torch.Size(())
+
+    def dim(self) -> int:
+        return 0
+
+    def numel(self) -> int:
+        return 1
+
+    def is_floating_point(self) -> bool:
+        return self.kind == FLOAT
+
     def __bool__(self) -> bool:
         raise TypeError(
             "a branch of Python's (if, and, or, not, in, min, max, a chain of comparisons) can't depend on "
@@ -158,205 +248,42 @@ class Proxy:
     def __getattr__(self, name: str) -> Any:
         if name in ("item", "tolist", "numpy"):
             self.__index__()
-        if name.startswith("__") or name not in METHODS:
-            raise AttributeError(f"a mask or score function has no operation {name!r}{_known()}")
+        plain = name.removesuffix("_")
+        if name.startswith("__") or plain not in METHODS:
+            raise AttributeError(f"a mask or score function has no operation {name!r}{_instead(name)}")
 
         def method(*args: Any, **kwargs: Any) -> Any:
-            return METHODS[name](self.recorder, self, *args, **kwargs)
+            of = _WHERE_OF if name == "where" else plain
+            found = self.recorder.call(of, (self, *args), kwargs)
+            if plain == name:
+                return found
+            self.node = self.recorder.number(found)  # x.mul_(2): whoever holds x sees it
+            return self
 
         return method
 
-    @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        recorder = next(a for a in tree_leaves((args, kwargs)) if isinstance(a, cls)).recorder
-        name = getattr(func, "__name__", str(func)).strip("_").removeprefix("special_")
-        if name == "getitem":
-            t, index = args
-            return recorder.load(t, index if isinstance(index, tuple) else (index,))
-        if name not in METHODS:
-            raise NotImplementedError(f"a mask or score function has no operation {name!r}{_known()}")
-        return METHODS[name](recorder, *args, **{k: v for k, v in (kwargs or {}).items() if k != "inplace"})
+    __torch_function__ = classmethod(_torch_function)
 
 
-def _known() -> str:
+_ROWS = (
+    "compute what takes whole rows before the call, as a table; for dot products append them to query and key"
+)
+_INSTEAD = {  # of what users write, other than METHODS
+    _ROWS: ("dot", "sum", "mean", "prod", "norm", "matmul", "einsum", "cat", "cumsum", "softmax"),
+    "a score and its indices are single numbers, which have no dimensions": (
+        "view", "reshape", "unsqueeze", "flatten", "expand", "permute", "transpose", "broadcast_to",
+    ),
+    "gradients reach all that a score is computed from: compute before the call what shall have none": (
+        "detach", "requires_grad_",
+    ),
+}  # fmt: skip
+
+
+def _instead(name: str) -> str:
+    for hint, names in _INSTEAD.items():
+        if name in names:
+            return f": {hint}"
     return f"; it has tensor[index] of captured tensors, {', '.join(sorted(METHODS))}"
-
-
-def _unary(op: str) -> Callable[..., Proxy]:
-    return lambda r, x: r.add(op, x)
-
-
-def _binary(op: str, swap: bool = False) -> Callable[..., Proxy]:
-    def method(r: Recorder, a: Any, b: Any) -> Proxy:
-        return r.add(op, b, a) if swap else r.add(op, a, b)
-
-    return method
-
-
-def _of_two(op: str) -> Callable[..., Proxy]:
-    """torch.max and torch.min, whose second operand may be a dimension."""
-
-    def method(r: Recorder, input: Any, other: Any = None, **dim: Any) -> Proxy:
-        if dim or not isinstance(other, Proxy | PartOfTensor | Tensor):
-            raise NotImplementedError(f"{op[:3]} takes two tensors here, as torch.{op}")
-        return r.add(op, input, other)
-
-    return method
-
-
-def _scaled(op: str) -> Callable[..., Proxy]:
-    """add and sub, which have an alpha."""
-
-    def method(r: Recorder, a: Any, b: Any, *, alpha: Any = 1) -> Proxy:
-        return r.add(op, a, b if alpha == 1 else r.add("mul", b, alpha))
-
-    return method
-
-
-def _div(r: Recorder, a: Any, b: Any, *, rounding_mode: str | None = None) -> Proxy:
-    if rounding_mode == "floor":
-        return r.add("floordiv", a, b)
-    if rounding_mode == "trunc" and all(p.kind != FLOAT for p in (_proxy(r, a), _proxy(r, b))):
-        floor = r.add("floordiv", a, b)
-        is_negative = r.add("xor", r.add("lt", a, 0), r.add("lt", b, 0))
-        has_rest = r.add("ne", r.add("mul", floor, b), a)
-        return r.add("add", floor, r.add("int", r.add("and", is_negative, has_rest)))
-    quotient = r.add("div", a, b)
-    return quotient if rounding_mode is None else r.add("trunc", quotient)
-
-
-def _proxy(r: Recorder, x: Any) -> Proxy:
-    return Proxy(r, r.number(x))
-
-
-def _fmod(r: Recorder, a: Any, b: Any) -> Proxy:
-    return r.add("sub", a, r.add("mul", b, _div(r, a, b, rounding_mode="trunc")))
-
-
-def _where(r: Recorder, condition: Any, a: Any, b: Any) -> Proxy:
-    return r.add("where", r.add("bool", condition), a, b)
-
-
-def _clamp(r: Recorder, x: Any, min: Any = None, max: Any = None) -> Any:
-    """At a bound the slope is PyTorch's: that of x, from 2.14 on 0, or half where it is a tensor."""
-    if min is not None:
-        x = _bounded(r, x, min, "maximum")
-    if max is not None:
-        x = _bounded(r, x, max, "minimum")
-    return x
-
-
-def _bounded(r: Recorder, x: Any, bound: Any, op: str) -> Proxy:
-    is_float = FLOAT in (_proxy(r, x).kind, _proxy(r, bound).kind)
-    if not is_float or (BOUNDS_HAVE_SLOPES and isinstance(bound, Proxy | Tensor)):
-        return r.add(op, x, bound)
-    low, high = (x, bound) if op == "maximum" else (bound, x)
-    return r.add("where", r.add("le" if BOUNDS_HAVE_SLOPES else "lt", low, high), bound, x)
-
-
-def _relu(r: Recorder, x: Any) -> Proxy:
-    """Its slope at 0 is 0."""
-    is_float = _proxy(r, x).kind == FLOAT
-    return r.add("where", r.add("le", x, 0), 0, x) if is_float else r.add("maximum", x, 0)
-
-
-def _sigmoid(r: Recorder, x: Any) -> Proxy:
-    """By exp(-|x|), which does not overflow; its slope would be 0 times infinity."""
-    is_negative = r.add("lt", x, 0)
-    decay = r.add("exp", r.add("where", is_negative, x, r.add("neg", x)))
-    return r.add("div", r.add("where", is_negative, decay, 1.0), r.add("add", 1.0, decay))
-
-
-def _logical(op: str) -> Callable[..., Proxy]:
-    return lambda r, *operands: r.add(op, *(r.add("bool", x) for x in operands))
-
-
-def _rounded(op: str) -> Callable[..., Any]:
-    """floor and its relatives, which leave integers alone."""
-    return lambda r, x: x if _proxy(r, x).kind != FLOAT else r.add(op, x)
-
-
-def _to(r: Recorder, x: Any, *args: Any, **kwargs: Any) -> Any:
-    dtypes = [a for a in (*args, *kwargs.values()) if isinstance(a, torch.dtype)]
-    dtypes += [a.dtype for a in args if isinstance(a, Proxy | Tensor)]
-    return _cast(r, x, dtypes[0]) if dtypes else x
-
-
-def _cast(r: Recorder, x: Any, dtype: torch.dtype) -> Proxy:
-    return r.add(kind_of(dtype), x)
-
-
-def _constant(value: Any) -> Callable[..., Proxy]:
-    """zeros_like and new_zeros, whose size is that of a number."""
-
-    def method(r: Recorder, x: Any, size: Any = (), **kwargs: Any) -> Proxy:
-        if tuple(size):
-            raise TypeError(f"a tensor of size {tuple(size)} can't be made here, only a number: ()")
-        return _cast(r, _proxy(r, value), kwargs.get("dtype") or _proxy(r, x).dtype)
-
-    return method
-
-
-_UNARY = {op: op for op in (*FUNCTIONS, "neg", "abs")} | {
-    "negative": "neg", "absolute": "abs", "invert": "not", "bitwise_not": "not", "float": FLOAT,
-    "double": FLOAT, "half": FLOAT, "bfloat16": FLOAT, "int": INT, "long": INT, "bool": BOOL,
-}  # fmt: skip
-_BINARY = {op: op for op in ("mul", "pow", "minimum", "maximum", *COMPARISONS, "and", "or", "xor")} | {
-    "multiply": "mul", "floordiv": "floordiv", "floor_divide": "floordiv", "mod": "mod", "remainder": "mod",
-    "less": "lt", "less_equal": "le", "not_equal": "ne", "bitwise_and": "and", "bitwise_or": "or",
-    "bitwise_xor": "xor", "lshift": "shl", "rshift": "shr", "bitwise_left_shift": "shl",
-    "bitwise_right_shift": "shr",
-}  # fmt: skip
-_SWAPPED = {
-    "gt": "lt", "ge": "le", "greater": "lt", "greater_equal": "le", "rsub": "sub", "rtruediv": "div",
-    "rdiv": "div", "rfloordiv": "floordiv", "rmod": "mod", "rpow": "pow", "rlshift": "shl", "rrshift": "shr",
-}  # fmt: skip
-METHODS: dict[str, Callable[..., Any]] = {
-    "add": _scaled("add"), "sub": _scaled("sub"), "subtract": _scaled("sub"),
-    "div": _div, "divide": _div, "fmod": _fmod, "where": _where, "clamp": _clamp, "clip": _clamp,
-    "to": _to, "type_as": _to, "contiguous": lambda r, x: x, "clone": lambda r, x, **_: x,
-    "zeros_like": _constant(0), "ones_like": _constant(1),
-    "new_zeros": _constant(0), "new_ones": _constant(1),
-    "full_like": lambda r, x, fill_value, **kwargs: _constant(fill_value)(r, x, **kwargs),
-    "new_full": lambda r, x, size, fill_value, **kwargs: _constant(fill_value)(r, x, size, **kwargs),
-    "new_tensor": lambda r, x, value, **kwargs: _constant(value)(r, x, **kwargs),
-    "masked_fill": lambda r, x, mask, value: _where(r, mask, value, x),
-    "square": lambda r, x: r.add("mul", x, x),
-    "reciprocal": lambda r, x: r.add("div", 1.0, x),
-    "rsqrt": lambda r, x: r.add("div", 1.0, r.add("sqrt", x)),
-    "sigmoid": _sigmoid, "relu": _relu, "silu": lambda r, x, **_: r.add("mul", x, _sigmoid(r, x)),
-    "tan": lambda r, x: r.add("div", r.add("sin", x), r.add("cos", x)),
-    "max": _of_two("maximum"), "min": _of_two("minimum"), "isnan": lambda r, x: r.add("ne", x, x),
-    "exp2": lambda r, x: r.add("exp", r.add("mul", x, math.log(2))),
-    "log2": lambda r, x: r.add("mul", r.add("log", x), 1 / math.log(2)),
-    "sign": lambda r, x: r.add("sub", r.add("int", r.add("lt", 0, x)), r.add("int", r.add("lt", x, 0))),
-    "true_divide": _div, "truediv": _div, "pos": lambda r, x: x,
-    "logical_and": _logical("and"), "logical_or": _logical("or"), "logical_xor": _logical("xor"),
-    "logical_not": _logical("not"),
-    **{name: _unary(op) for name, op in _UNARY.items()},
-    **{name: _binary(op) for name, op in _BINARY.items()},
-    **{name: _binary(op, swap=True) for name, op in _SWAPPED.items()},
-    **{op: _rounded(op) for op in ("floor", "ceil", "round", "trunc")},
-}  # fmt: skip
-
-
-def _operator(name: str) -> Callable[..., Any]:
-    return lambda self, *operands: METHODS[name](self.recorder, self, *operands)
-
-
-for _name in (
-    "add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "lt", "le", "gt", "ge", "eq", "ne", "and", "or",
-    "xor", "lshift", "rshift", "neg", "pos", "abs", "invert",
-):  # fmt: skip
-    setattr(Proxy, f"__{_name}__", _operator(_name))
-for _name in ("sub", "truediv", "floordiv", "mod", "pow", "lshift", "rshift"):
-    setattr(Proxy, f"__r{_name}__", _operator(f"r{_name}"))
-for _name in ("add", "mul", "and", "or", "xor"):
-    setattr(Proxy, f"__r{_name}__", _operator(_name))
-for _name in ("add", "sub", "mul", "truediv", "matmul", "pow", "neg"):
-    setattr(PartOfTensor, f"__{_name}__", lambda self, *_: self.recorder.number(self.t))
 
 
 def line_of_frame(frame: FrameType | None) -> str:

@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+import tilewise.core.functions.operations  # noqa: F401 - which stand-ins have
 from tilewise.core.checks import shown
 from tilewise.core.functions.expression import BOOL, FLOAT, INDICES, LENGTH, Captured, Functions
-from tilewise.core.functions.proxy import PartOfTensor, Proxy, Recorder, kind_of, line_of_error
+from tilewise.core.functions.proxy import PartOfTensor, Proxy, Recorder, Row, kind_of, line_of_error
 
 MAX_TRACES = 1024
 
@@ -74,14 +75,15 @@ def trace(
         remember(known.functions, known.lines)
         tensors = tuple(walk.tensors[place] for place in known.places)
         return Trace(known.functions, tensors, known.lines)
+    recorder = Recorder(device)
     with _Asked() as asked:
-        found = _traced(mask_mod, score_mod, wants_grad, device, first)
+        found = _traced(recorder, mask_mod, score_mod, wants_grad, first)
     places = [n for t in found.tensors for n, other in enumerate(walk.tensors) if other is t]
     remember(found.functions, found.lines)
     if key is not None and not asked.anything and len(places) == len(found.tensors):
         if len(_known) >= MAX_TRACES:
             _known.clear()
-        shapes = walk.shapes() if asked.for_shapes else None
+        shapes = walk.shapes() if asked.for_shapes or recorder.asks_for_shapes else None
         _known[key] = _Known(found.functions, tuple(places), found.lines, shapes)
     return found
 
@@ -101,13 +103,12 @@ def line_of_load(functions: Functions, node: int) -> str:
 
 
 def _traced(
+    recorder: Recorder,
     mask_mod: Callable[..., Any] | None,
     score_mod: Callable[..., Any] | None,
     wants_grad: bool,
-    device: torch.device | None,
     first: Tensor | None,
 ) -> Trace:
-    recorder = Recorder(device)
     indices = [recorder.index(name) for name in INDICES]
     if first is not None:  # within bounds that leave sums 32 bits; what is before a sequence counts as at 0
         begin, i = recorder.load(first, (indices[0],)).clamp(1 - LENGTH, LENGTH - 1), INDICES.index("i")
@@ -129,7 +130,7 @@ def _call(name: str, function: Callable[..., Any], recorder: Recorder, operands:
     """The function's result on proxies, one number."""
     check_function(name, function)
     try:
-        found = function(*operands)
+        found = function(*(Proxy(recorder, x.node) for x in operands))  # which x.add_(1) would change
         if found is None or isinstance(found, tuple | list) or callable(found):
             raise TypeError(f"it returns a {type(found).__name__}, must return one number")
         _check_kind(name, recorder.graph.nodes[recorder.number(found)].kind)
@@ -186,7 +187,7 @@ class _Asked(TorchFunctionMode):
     ) -> Any:
         if func in _OF_SHAPE:
             self.for_shapes = True
-        elif func not in _KEPT_BY and not any(issubclass(t, Proxy | PartOfTensor) for t in types):
+        elif func not in _KEPT_BY and not any(issubclass(t, Proxy | PartOfTensor | Row) for t in types):
             self.anything = True
         return func(*args, **(kwargs or {}))
 

@@ -42,7 +42,7 @@ QUARTER = (math.pi / 4) ** 2
 
 
 def elementary(name: str, x: Operand, degree: int) -> Value:
-    """A function of `FUNCTIONS` but for erf. `degree`: of the exponential in x's type."""
+    """A function of `FUNCTIONS` but for erf and atan. `degree`: of the exponential in x's type."""
     if name in _INTRINSICS:
         return float_function(_INTRINSICS[name], x)
     if name == "exp":

@@ -11,8 +11,7 @@ from torch import Tensor
 from tilewise.core.functions.captured import out_of_range
 from tilewise.core.functions.evaluate import Buffers
 from tilewise.core.functions.expression import Functions, decode
-from tilewise.core.functions.kernel_map import KernelMap, kernel_map
-from tilewise.core.functions.tile_map import EMPTY
+from tilewise.core.functions.tile_map import EMPTY, KernelMap, kernel_map
 from tilewise.core.problem import AttentionProblem, Inputs
 from tilewise.cpu.host.arguments import CAPTURED, DIMENSION_BITS, INDEX_BITS, WORD, WRONG_INDEX, Block
 from tilewise.cpu.host.pool import CPU

@@ -121,8 +121,11 @@ def create_block_mask(
 
 
 def _size(name: str, n: Any) -> int:
-    """A size as an int, which may be NumPy's."""
-    if not isinstance(n, Integral) or isinstance(n, bool) or n < 1:
+    """A size as an int, which may be NumPy's, or a tensor's."""
+    is_whole = isinstance(n, Integral) or (
+        isinstance(n, Tensor) and n.numel() == 1 and not n.is_floating_point()
+    )
+    if not is_whole or isinstance(n, bool) or n < 1:
         raise ValueError(f"{name}={shown(n)} must be an integer of at least 1")
     return operator.index(n)
 

@@ -1,6 +1,6 @@
 """Mask and score functions in Triton: an expression as the source of helpers, which the kernels inline.
 
-    mask_mod(i, j, seq, captured) -> (whether the key is visible, whether an index is wrong)
+    mask_mod(i, j, seq, captured) -> (whether the key is visible or may be, whether an index is wrong)
     score_mod(s, i, j, seq, captured) -> (score, d score / d s, whether an index is wrong)
     add_captured(total, g, s, i, j, i0, j0, seq, captured)
 
@@ -22,7 +22,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from tilewise.core.functions.captured import wide_integers
+from tilewise.core.functions.captured import doubt, wide_integers
 from tilewise.core.functions.derivative import derivative
 from tilewise.core.functions.expression import BOOL, FLOAT, FUNCTIONS, INT, Functions, Graph, decode
 from tilewise.core.kept import lock_for_forks
@@ -129,17 +129,32 @@ from tilewise.gpu.functions.sums import add_each, add_one, diagonal_sums, rotate
 def _source(kernel: KernelFunctions) -> tuple[str, bool]:
     functions, text, has_slope = kernel.functions, _HEAD, False
     if functions.mask is not None:
-        printer = _Printer(functions.graph, kernel)
-        visible = printer.full(functions.mask, BOOL)
-        text += printer.function("mask_mod_DIGEST(i, j, seq, captured)", visible)
+        graph = functions.graph.copy()
+        unsure = doubt(graph, functions.mask, kernel.guarded)
+        printer = _Printer(graph, kernel)
+        visible = functions.mask if unsure is None else graph.add("or", functions.mask, unsure)
+        text += printer.function("mask_mod_DIGEST(i, j, seq, captured)", printer.full(visible, BOOL))
     if functions.score is not None:
         graph, score, slope, _ = derivative(functions)
+        graph = graph.copy()
         slope = graph.const(0.0) if slope is None else slope
         has_slope = graph.value(slope) != 1.0
+        unsure = doubt(graph, score, kernel.guarded)
+        if unsure is not None and not _is_nan_if_unsure(graph, score, kernel.guarded):  # and perhaps -inf
+            score = graph.add("where", unsure, graph.const(0.0), score)
         printer = _Printer(graph, kernel)
         results = [printer.full(n, FLOAT) for n in (score, slope)]
         text += printer.function("score_mod_DIGEST(s, i, j, seq, captured)", *results)
     return text + _source_of_gradients(kernel), has_slope
+
+
+def _is_nan_if_unsure(graph: Graph, score: int, guarded: frozenset[int]) -> bool:
+    """Whether the NaN that a wrong index reads reaches the score wherever that depends on it."""
+    found: set[int] = set()
+    for n in graph.reachable([score]):
+        if n in guarded or found.intersection(graph.nodes[n].args):
+            found.add(n)
+    return all(graph.nodes[n].kind == FLOAT for n in found)
 
 
 def _source_of_gradients(kernel: KernelFunctions) -> str:
@@ -216,6 +231,8 @@ class _Printer:
         node = self.graph.nodes[n]
         if node.op == "load":
             return self._load(n)
+        if node.op == "is_wrong":
+            return f"w{node.args[0]}"
         if not node.args:
             return _LEAVES[node.op]
         is_wide = node.op in ("shl", "shr") or any(m in self.wide for m in (n, *node.args))
@@ -245,10 +262,11 @@ class _Printer:
         return f"({args[0]} {_INFIX[node.op]} {args[1]})"
 
     def _load(self, n: int) -> str:
-        """A captured number; 0 where an index is wrong."""
+        """A captured number; NaN, or 0 of integers, where an index is wrong."""
         kind = self.functions.tensors[self.graph.nodes[n].value].kind
         place = f"{'captured.floats' if kind == FLOAT else 'captured.integers'} + {self.place_of_load(n)}"
-        found = f"tl.load({place}{f', mask=w{n} == 0, other=0' if n in self.kernel.guarded else ''})"
+        other = 'float("nan")' if kind == FLOAT else "0"
+        found = f"tl.load({place}{f', mask=w{n} == 0, other={other}' if n in self.kernel.guarded else ''})"
         return f"({found} != 0)" if kind == BOOL else found
 
     def wrong_load(self, n: int) -> str:

@@ -157,6 +157,8 @@ def logits(s, i, j, seq, extras, sizes, factors, cfg: tl.constexpr, IS_EDGE: tl.
     if cfg.SCORE is not None:
         s, slope_of_score, wrong = cfg.SCORE(s, i, j, seq, extras.captured)
         s = tl.where(i < seq.seqlen_q, s, float("-inf"))  # rows that do not exist: of 0 it may be anything
+    if extras.mask is not None:
+        s = tl.where(mask != 0, s, float("-inf"))
     if IS_EDGE:
         s = tl.where(visible_pairs(i, j, seq, sizes), s, float("-inf"))
         if cfg.MASK is not None:
@@ -164,8 +166,6 @@ def logits(s, i, j, seq, extras, sizes, factors, cfg: tl.constexpr, IS_EDGE: tl.
             s = tl.where(visible, s, float("-inf"))
             if cfg.IS_GUARDED:
                 s = poisoned(s, wrong_in_mask, i, seq, extras.captured)
-    if extras.mask is not None:
-        s = tl.where(mask != 0, s, float("-inf"))
     if cfg.IS_GUARDED and cfg.SCORE is not None:
         s = poisoned(s, wrong, i, seq, extras.captured)
     return s, t, slope_of_score, before

@@ -177,6 +177,8 @@ class Scope:
                 return self.indices[node.op][v if is_vector else r]
             case "load":
                 return self._load(n, r, v)
+            case "is_wrong":
+                return self._is_wrong(node.args[0], r, v)
         bits = self._bits(n, is_vector)
         kinds = zip(node.args, self.graph.argument_kinds(n))
         args = [self._operand(a, r, v, kind, is_vector, bits) for a, kind in kinds]
@@ -256,8 +258,19 @@ class Scope:
         given: Operand = self._operand(argument, r, v, INT, LANE in self.levels[argument], 64)
         index = select(given < 0, given + size, given)
         wrong = (index < 0) | (index >= size)
-        self.wrong.append(Wrong(n, axis, *self._place(argument, r, v)[1:], given, wrong))
+        place = self._place(argument, r, v)[1:]
+        self.known["wrong", n, axis, *place] = wrong
+        self.wrong.append(Wrong(n, axis, *place, given, wrong))
         return select(wrong, 0, index)
+
+    def _is_wrong(self, n: int, r: int, v: int) -> Operand:
+        """Whether an index of load n, which is known, is out of range."""
+        found = []
+        for axis, argument in enumerate(self.graph.nodes[n].args):
+            one = self.known["wrong", n, axis, *self._place(argument, r, v)[1:]]
+            is_whole = LANE in self.levels[argument] or LANE not in self.levels[n]
+            found.append(one if is_whole else splat(one, self.shape.lanes))
+        return functools.reduce(operator.or_, found)
 
     def _layout(self, tensor: int) -> tuple[Value, list[Value]]:
         """Where a captured tensor begins in its buffer, and its sizes."""

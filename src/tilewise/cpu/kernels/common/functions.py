@@ -4,14 +4,17 @@ Tiles have queries in lanes (`TileFunctions`), a few queries have keys there (`R
 neither query nor key is computed once, what depends on one of the two once for that; only the rest for each
 score (`function_scope.py`).
 
-An index out of range reads some place of its tensor. If the score is visible, the host is told.
+An index out of range reads some place of its tensor. If the score is visible, or may be but for what is
+read there, the host is told.
 """
 
 from __future__ import annotations
 
 import functools
 import operator
+from collections.abc import Callable
 
+from tilewise.core.functions.captured import doubt
 from tilewise.core.functions.derivative import derivative
 from tilewise.core.functions.expression import BOOL, FLOAT, decode
 from tilewise.core.functions.tile_map import EMPTY, FULL
@@ -30,8 +33,10 @@ from tilewise.cpu.dsl.vector import (
     minimum,
     select,
 )
-from tilewise.cpu.kernels.common.function_scope import LANE, LINE, Expression, Scope, Wrong, any_of, report
+from tilewise.cpu.kernels.common.function_scope import LANE, LINE, Expression, Scope, any_of, report
 from tilewise.cpu.kernels.common.tiles import INF, Grid, Head, Scratch, Shape
+
+Visible = Callable[[int, int], Value]  # of line r and vector v, what each lane sees
 
 
 class KernelFunctions(Expression):
@@ -50,6 +55,15 @@ class KernelFunctions(Expression):
             tensors, nodes = functions.tensors, graph.nodes
             self.load_slopes = {n: g for n, g in loads.items() if tensors[nodes[n].value].wants_grad}
         self.mask, self.score = functions.mask, functions.score
+        graph = graph.copy()
+        every = {n for n, node in enumerate(graph.nodes) if node.op == "load"}
+        # Where the mask, and a score that may be visible, depend on what wrong indices read.
+        self.unsure_mask, self.unsure_score = (
+            None if root is None else doubt(graph, root, every) for root in (self.mask, self.score)
+        )
+        if self.mask is not None and self.unsure_score is not None:
+            seen = self.mask if self.unsure_mask is None else graph.add("or", self.mask, self.unsure_mask)
+            self.unsure_score = graph.add("and", self.unsure_score, seen)
         self.has_map = bool(functions.hiding)
         roots = [n for n in (self.mask, self.score, self.slope, *self.load_slopes.values()) if n is not None]
         super().__init__(shape, scratch, functions, graph, roots, lane)
@@ -171,22 +185,29 @@ class TileFunctions:
                 x.set(select(scope.vector(self.owner.mask, r, v, BOOL), x, -INF))
         return scope
 
-    def report(self, s: Grid, scope: Scope) -> None:
-        """Tell the host where a visible score has read out of range."""
+    def report(self, s: Grid, scope: Scope, unsure: int | None, others: Visible) -> None:
+        """Tell the host where a score that is visible, or may be, has read out of range.
+
+        `unsure`: the node that says where it may be; `others`: what options let vector v of line r see.
+        """
         wrong = [*self.tile.wrong, *scope.wrong]
         if not wrong:
             return
         found = any_of(scope.wrong)
         flags = [flag for flag in (self.any_wrong, found) if flag is not None]
         with when(functools.reduce(operator.or_, flags)):
+            inner, seen = scope.inner(), {}
+            for r in range(len(s)):
+                for v in range(self.shape.vectors):
+                    hidden = Value(s[r][v].raw).equals(-INF)
+                    visible = hidden ^ like(1, hidden)
+                    if unsure is not None:
+                        visible = visible | (others(r, v) & inner.vector(unsure, r, v, BOOL))
+                    seen[r, v] = self.exists[v] & visible
             for load in wrong:
-                self._report(s, load)
-
-    def _report(self, s: Grid, load: Wrong) -> None:
-        for r in range(len(s)) if load.r is None else (load.r,):
-            for v in range(self.shape.vectors) if load.v is None else (load.v,):
-                hidden = Value(s[r][v].raw).equals(-INF)
-                report(self.head, load, self.exists[v] & (hidden ^ like(1, hidden)))
+                for r in range(len(s)) if load.r is None else (load.r,):
+                    for v in range(self.shape.vectors) if load.v is None else (load.v,):
+                        report(self.head, load, seen[r, v])
 
 
 class RowFunctions:
@@ -207,7 +228,7 @@ class RowFunctions:
         scope = self.scope(key)
         assert self.owner.mask is not None
         seen = scope.vector(self.owner.mask, 0, 0, BOOL) & exists
-        self._report(scope, seen)
+        self._report(scope, seen, self.owner.unsure_mask, exists)
         return seen
 
     def score(self, s: Value, key: Value, exists: Value) -> Value:
@@ -216,9 +237,18 @@ class RowFunctions:
         assert self.owner.score is not None
         scope.scores[0, 0] = s
         found = scope.vector(self.owner.score, 0, 0, FLOAT)
-        self._report(scope, exists)
+        hidden = found.equals(-INF)
+        self._report(scope, exists & (hidden ^ like(1, hidden)), self.owner.unsure_score, exists)
         return found
 
-    def _report(self, scope: Scope, seen: Value) -> None:
-        for load in (*self.row.wrong, *scope.wrong):
-            report(self.head, load, seen)
+    def _report(self, scope: Scope, seen: Value, unsure: int | None, exists: Value) -> None:
+        """`seen`: of the keys that exist; `unsure`: the node that says where others may be seen too."""
+        wrong = [*self.row.wrong, *scope.wrong]
+        found = any_of(wrong)
+        if found is None:
+            return
+        with when(found):
+            if unsure is not None:
+                seen = seen | (exists & scope.inner().vector(unsure, 0, 0, BOOL))
+            for load in wrong:
+                report(self.head, load, seen)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from tilewise.cpu.dsl.control import either, loop, when
@@ -182,7 +183,7 @@ class TileScores:
         with when(self.is_edge(j)):
             self.hide(s, j)
         if scope is not None and self.functions is not None:
-            self.functions.report(s, scope)
+            self.functions.report(s, scope, self.functions.owner.unsure_score, self._others(j))
 
     def of_keys(
         self, products: Any, k: list[Rows], q_t: list[Rows], s_t: Rows, keys: tuple[Value, Value],
@@ -242,7 +243,18 @@ class TileScores:
                 x.set(select(is_visible, x, -INF))
         if self.functions is not None and self.has_mask_function:
             with when(self.functions.is_partial(j)):
-                self.functions.report(s, self.functions.hide(s, j))
+                scope = self.functions.hide(s, j)
+                self.functions.report(s, scope, self.functions.owner.unsure_mask, self._others(j))
+
+    def _others(self, j: Value) -> Callable[[int, int], Value]:
+        """What the options but functions let vector v see of the key j0 + j + r: window, ends, mask."""
+
+        def seen(r: int, v: int) -> Value:
+            key = int32(self.j0 + j + r, self.shape.lanes)
+            found = (key >= self.lane_lo[v]) & (key <= self.lane_hi[v])
+            return found & (self._option("mask", j, r, v) > 0.0) if self.config.has_mask else found
+
+        return seen
 
     def _option(self, name: str, j: Value, r: int, v: int) -> Value:
         shape = self.shape

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tilewise.core.functions.evaluate import Buffers
 from tilewise.core.functions.expression import decode
-from tilewise.core.functions.kernel_map import hiding_numbers
+from tilewise.core.functions.tile_map import hiding_numbers
 from tilewise.core.problem import AttentionProblem, Inputs
 from tilewise.gpu.functions.captured import layout_on
 from tilewise.gpu.functions.distances import with_bias_of_distances

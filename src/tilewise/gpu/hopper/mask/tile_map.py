@@ -24,8 +24,7 @@ import torch
 from torch import Tensor
 
 from tilewise.core.device_errors import error_flags
-from tilewise.core.functions.kernel_map import kernel_map
-from tilewise.core.functions.tile_map import EMPTY, FULL
+from tilewise.core.functions.tile_map import EMPTY, FULL, kernel_map
 from tilewise.core.kept import kept
 from tilewise.core.problem import AttentionProblem
 from tilewise.gpu.functions.captured import Captured

@@ -7,8 +7,7 @@ from torch import Tensor
 
 from tilewise.core.functions.evaluate import Buffers
 from tilewise.core.functions.expression import decode
-from tilewise.core.functions.kernel_map import hiding_numbers, kernel_map
-from tilewise.core.functions.tile_map import EMPTY, FULL, PARTIAL, edges
+from tilewise.core.functions.tile_map import EMPTY, FULL, PARTIAL, edges, hiding_numbers, kernel_map
 from tilewise.core.kept import kept
 from tilewise.core.mask import Visibility
 from tilewise.core.problem import AttentionProblem, Inputs
