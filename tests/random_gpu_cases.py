@@ -16,8 +16,9 @@ from torch import Tensor
 
 import tilewise
 from tilewise import reference
-from tilewise.core.problem import Inputs, Options, describe
-from tilewise.dispatch import choice as dispatch
+from tilewise.core.problem import Inputs, Options
+from tilewise.core.signature import Request
+from tilewise.dispatch import plans
 from tilewise.testing import check_attention, compare
 
 HEAD_DIMS = ((64, 64), (64, 64), (128, 128), (128, 128), (80, 80), (96, 96), (112, 112), (40, 40), (160, 160))
@@ -189,8 +190,8 @@ def in_8_bits(
 def check_cache(seed: int, is_decoding: bool) -> None:
     """The forward by itself, sequence by sequence, all of them within one budget."""
     inputs, options, (k, v), lengths, ends = draw_cache(seed, is_decoding)
-    problem = describe(inputs, options)
-    out, lse = dispatch.load(dispatch.choose(problem)).forward(problem, inputs)
+    out, lse, _ = plans.attend(inputs, options, None, Request(), are_values_known=True)
+    assert out is not None and lse is not None
     found = out.flatten(0, -3), lse if lse.ndim == 2 else lse.transpose(0, 1).flatten(1)
     q, window = inputs.query.flatten(0, -3), (options.window_left, options.window_right)
     parts = []
