@@ -147,7 +147,7 @@ def draw_cache(seed: int, is_decoding: bool) -> tuple[Inputs, Options, list[Tens
     tensors: dict[str, Any] = {"seqlens_k": held}
     behind = torch.arange(capacity, device="cuda") >= held[:, None]
     stored = [t.masked_fill(behind[..., None, None], float("nan")) for t in tokens]
-    if is_decoding and page_size is not None and kernel_rng.random() < 0.8:
+    if page_size is not None and kernel_rng.random() < (0.8 if is_decoding else 0.3):
         stored, tokens, tensors = in_8_bits(stored, page_size, rng.choice((1.0, 0.37)), tensors)
     if page_size is not None:
         table = torch.randperm(batch * capacity // page_size, device="cuda").view(batch, -1)

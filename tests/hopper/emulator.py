@@ -248,7 +248,8 @@ class Descriptor:
             exists = exists & ((position >= 0) & (position < size)).view(view)
             offset = offset + (position * stride).view(view)  # int64 wraps around, as an address does
         wrap = 1 << 62  # of elements: the descriptors that wrap have 2 or 4 bytes an element
-        return exists, torch.where(exists, offset.expand(self.block_shape) % wrap, 0)
+        place = (offset + self.base.storage_offset()).expand(self.block_shape) % wrap
+        return exists, torch.where(exists, place, 0)
 
     @property
     def flat(self) -> torch.Tensor:

@@ -56,10 +56,12 @@ def test_what_is_served():
         assert reason in (decode_launch.supports(problem) or "")
 
 
-def test_prefill_from_8_bit_pages_is_refused():
-    problem = cached(2000, page_size=64, keys=4096, is_8_bit=True)
-    assert "8-bit pages for few queries, up to 16" in (plan.unserved_shape(problem) or "")
-    assert plan.unserved_shape(cached(16, page_size=64, is_8_bit=True)) is None
+def test_8_bit_pages_are_decoded_or_made_16_bits_for_the_forward():
+    few, many = (cached(n, page_size=64, keys=4096, is_8_bit=True) for n in (16, 2000))
+    assert plan.unserved_shape(few) is None and plan.unserved_shape(many) is None
+    assert decode_launch.is_faster(few) and not decode_launch.is_faster(many)
+    assert plan.unserved_shape(cached(2000, page_size=8, keys=4096, is_8_bit=True)) is None
+    assert not plan.watches(many)
 
 
 def test_more_queries_are_served_where_the_keys_are_worth_cutting():

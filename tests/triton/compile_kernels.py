@@ -120,6 +120,7 @@ CASES = {
     "packed": Case(128, 128, options={"causal": True}, extras=("packed",)),
     "cache": Case(128, 128, options={"causal": True}, extras=("lengths",), seqlen_q=8),
     "paged": Case(128, 128, options={"causal": True}, extras=("paged",), seqlen_q=1),
+    "paged_8_bits": Case(128, 128, options={"causal": True}, extras=("paged", "8 bits"), seqlen_q=200),
     "decode_d64": Case(64, 64, extras=("lengths",), seqlen_q=1, kv_heads=1),
     "decode_d128": Case(128, 128, extras=("lengths",), seqlen_q=1, kv_heads=1),
     "decode_long": Case(128, 128, extras=("lengths",), seqlen_q=1, kv_heads=4, batch=16, seqlen_k=8192),

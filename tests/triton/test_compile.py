@@ -28,6 +28,7 @@ REST = (
         "packed",
         "cache",
         "paged",
+        "paged_8_bits",
     ),
     *("functions_mask", "functions_d64", "functions_d128", "functions_packed"),
     *("learned_d64", "learned_d128"),

@@ -24,6 +24,7 @@ IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 if not (IS_INTERPRETED or torch.cuda.is_available()):
     pytest.skip("needs a GPU, or TRITON_INTERPRET=1", allow_module_level=True)
 
+from tilewise.gpu.launch.dequantize import dequantized  # noqa: E402
 from tilewise.gpu.triton import launch, launch_decode  # noqa: E402
 from tilewise.gpu.triton.append import Heads, Tokens, append, head_pointers  # noqa: E402
 from tilewise.gpu.triton.arguments import ScoreTensor, Sequence  # noqa: E402
@@ -181,6 +182,32 @@ def test_eight_bit_pages(queries: int):
         )
         assert compare("out", out[n : n + 1], exact[0], base[0]).is_within
         assert compare("lse", lse[n : n + 1], exact[1], base[1]).is_within
+
+
+@pytest.mark.parametrize(
+    "page_size, dtype", [(5, torch.float32), (16, DTYPES[-1]), (40, torch.float16)], ids=str
+)
+def test_pages_become_a_cache(page_size: int, dtype: torch.dtype):
+    """Every 8-bit number, times scales that are no powers of two; side by side in memory as vLLM has them."""
+    numbers = torch.arange(7 * page_size * 3 * 48, device=DEVICE) * 7 % 256
+    pool = numbers.view(7, 3, page_size, 48).to(torch.uint8).view(torch.float8_e4m3fn).transpose(1, 2)
+    key, value = pool[..., :20], pool[..., 20:]
+    scales = [randn(7, 3).abs(), randn(3, 7).abs().T]
+    table = torch.tensor([[3, 6, 0], [99, 99, 99], [1, -1, 7]], dtype=torch.int32, device=DEVICE)
+    lengths = torch.tensor([2 * page_size + 1, 0, 3 * page_size], device=DEVICE)
+    inputs = Inputs(
+        randn(3, 50, 6, 20, dtype=dtype), key, value, seqlens_k=lengths, page_table=table,
+        key_scale=scales[0], value_scale=scales[1],
+    )  # fmt: skip
+    problem, found = dequantized(describe(inputs, Options()), inputs)
+    assert problem == describe(found, Options()) and found.page_table is None
+    for t, pages, scale in zip(found[1:3], (key, value), scales):
+        held = (pages.float() * scale[:, None, :, None]).to(dtype)
+        tokens = t.unflatten(1, (3, page_size))
+        for b, n, page in ((0, 0, 3), (0, 1, 6), (0, 2, 0), (2, 0, 1)):
+            assert torch.equal(tokens[b, n].nan_to_num(-1.0), held[page].nan_to_num(-1.0))
+            assert torch.equal(tokens[b, n].isnan(), held[page].isnan())
+        assert tokens[2, 1:].isnan().all()
 
 
 def test_the_same_bits_every_time():

@@ -95,8 +95,10 @@ def unserved_shape(problem: AttentionProblem) -> str | None:
         return mla_launch.supports(problem)
     if problem.is_cached and (decode_launch.has_few_queries(problem) or decode_launch.is_faster(problem)):
         return decode_launch.supports(problem)
-    if problem.is_quantized:
-        return f"takes 8-bit pages for few queries, up to {decode_launch.FEW_QUERIES} of any cache"
+    if problem.is_quantized and problem.functions is not None:
+        return "takes no functions with 8-bit pages"
+    if problem.is_quantized:  # which are made 16 bits first, in no pages
+        return None
     if problem.page_size is not None and not host.can_load_pages(problem.page_size):
         return f"takes page sizes that are powers of two from 8, not {problem.page_size}"
     return None
@@ -250,6 +252,14 @@ def _few_queries(serve: Callable[[AttentionProblem], bool], kernels: decode_laun
     return Kernels(serve, first, functools.partial(_again_decode, kernels), _given_cached)
 
 
+def _of_8_bit_pages(
+    problem: AttentionProblem, inputs: Inputs, order: str, residual: bool
+) -> tuple[Tensor, ...]:
+    from tilewise.gpu.launch.dequantize import dequantized
+
+    return forward_launch.forward(*dequantized(problem, inputs), order=order, residual=residual)
+
+
 FORWARD = (  # the first that serve a problem
     Kernels(
         lambda problem: problem.is_8_bit,
@@ -259,6 +269,7 @@ FORWARD = (  # the first that serve a problem
     ),
     _few_queries(mla_launch.is_latent, mla_launch.KERNELS),
     _few_queries(decode_launch.is_faster, decode_launch.KERNELS),
+    Kernels(lambda problem: problem.is_quantized, _of_8_bit_pages, _never_again, given_to_forward),
     Kernels(
         lambda problem: True,
         lambda problem, inputs, order, residual: forward_launch.forward(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -95,22 +94,6 @@ def distances_as_bias(problem: AttentionProblem, numbers: Tensor) -> Tensor:
     padded = numbers.new_zeros(*lead, 1, size)
     padded[..., 0, first - problem.seqlen_q + 1 :][..., :length] = numbers
     return padded[..., first:]
-
-
-def dequantized(problem: AttentionProblem, inputs: Inputs) -> tuple[AttentionProblem, Inputs]:
-    """8-bit pages as a contiguous cache in the queries' dtype: prefill is bound by arithmetic."""
-    assert inputs.page_table is not None
-    is_page = (inputs.page_table >= 0) & (inputs.page_table < len(inputs.key))
-    table, dense = inputs.page_table.long().masked_fill(~is_page, 0), []
-    for pages, scale in ((inputs.key, inputs.key_scale), (inputs.value, inputs.value_scale)):
-        assert scale is not None
-        scales = scale[table].masked_fill(~is_page[..., None], torch.nan)  # not looked at behind a sequence
-        tokens = pages[table].to(scale.dtype) * scales[:, :, None, :, None]
-        dense.append(tokens.flatten(1, 2).to(problem.dtype))
-    problem = replace(problem, is_quantized=False, page_size=None)
-    return problem, inputs._replace(
-        key=dense[0], value=dense[1], page_table=None, key_scale=None, value_scale=None
-    )
 
 
 def with_dense_rows(t: Tensor) -> Tensor:

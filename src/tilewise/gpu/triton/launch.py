@@ -27,7 +27,6 @@ from tilewise.gpu.triton.call import (
     GIVEN,
     Call,
     Results,
-    dequantized,
     distances_as_bias,
     launchable,
     table_tile,
@@ -61,6 +60,8 @@ def forward(
     And, if asked for, what rounding took from lse, in its shape.
     """
     if problem.is_quantized and (tile is not None or not launch_decode.serves(problem)):
+        from tilewise.gpu.launch.dequantize import dequantized
+
         problem, inputs = dequantized(problem, inputs)
     if tile is None and launch_decode.serves(problem):
         return launch_decode.forward(problem, inputs, residual=residual)

@@ -11,7 +11,7 @@ from tilewise.core.plan import Results as Known
 from tilewise.core.problem import AttentionProblem, Inputs
 from tilewise.core.statistics import GROUP, Aux, Measured, new_measured
 from tilewise.gpu.launch.launch_plan import Launch, Tensors, run
-from tilewise.gpu.triton.call import Call, Results, dequantized, launchable
+from tilewise.gpu.triton.call import Call, Results, launchable
 
 ALL_ROWS = (1 << 31) - 1
 
@@ -27,6 +27,8 @@ class StatisticsPlan(NamedTuple):
         problem, aux = self.problem, self.aux
         found = new_measured(aux, problem, inputs)
         if problem.is_quantized:
+            from tilewise.gpu.launch.dequantize import dequantized
+
             problem, inputs = dequantized(problem, inputs)
         inputs = launchable(inputs)
         lse, residual = (None if t is None else t.contiguous() for t in (results.lse, results.residual))
