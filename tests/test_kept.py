@@ -5,9 +5,11 @@ from __future__ import annotations
 import ast
 import gc
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 import tilewise
 from tilewise.core import kept
@@ -128,6 +130,30 @@ def test_inference_tensors_and_transforms_are_looked_at_every_time():
     torch.vmap(lambda t: kept.kept((t,), (), lambda: calls.append(t), CPU) or t)(torch.ones(2, 3))
     torch.vmap(lambda t: kept.kept((t,), (), lambda: calls.append(t), CPU) or t)(torch.ones(2, 3))
     assert len(calls) == 2
+
+
+def test_scales_of_ones_are_made_once_and_by_each_captured_graph_that_comes_first():
+    pages = torch.zeros(5, 16, 3, 8).to(torch.float8_e4m3fn)
+    scales = kept.unit_scales(pages)
+    assert torch.equal(scales, torch.ones(5, 3)) and kept.unit_scales(pages[:, :4]) is scales
+    with torch.inference_mode():
+        other = kept.unit_scales(pages[:4])
+    assert other.shape == (4, 3) and not other.is_inference()
+    with FakeTensorMode() as mode:
+        assert isinstance(kept.unit_scales(mode.from_tensor(pages)), FakeTensor)
+    assert kept.unit_scales(pages) is scales
+
+    @kept.kept_on_device(2)
+    def made(number, device):
+        return [number]
+
+    def find(is_captured):
+        with mock.patch("torch.cuda.is_current_stream_capturing", return_value=is_captured):
+            return made(1, torch.device("cuda", 0))
+
+    first = find(True)
+    assert find(True) is not first and (eager := find(False)) is not first
+    assert find(True) is find(False) is eager
 
 
 def test_what_graphs_may_read_is_in_no_cache_that_forgets():

@@ -20,6 +20,7 @@ from tilewise.testing import compare
 
 ROOT = Path(__file__).parents[2]
 HEADS, KV_HEADS, HEAD_DIM, SLOTS = 4, 2, 16, 512
+FP8 = torch.float8_e4m3fn
 
 
 @pytest.fixture(scope="module")
@@ -82,11 +83,12 @@ def fill(runner, batch, new, lengths):
     pool, table = runner.token_to_kv_pool, runner.req_to_token_pool.req_to_token
     dtype = pool.get_key_buffer(1).dtype
     keys, values = ([torch.randn(n, KV_HEADS, HEAD_DIM).to(dtype) for n in lengths] for _ in "kv")
-    for buffer in (pool.get_key_buffer(1), pool.get_value_buffer(1)):
-        buffer.fill_(float("nan"))
+    buffers = pool.get_key_buffer(1), pool.get_value_buffer(1)
+    for buffer in buffers:
+        buffer.copy_(torch.tensor(float("nan")).to(dtype))
     for row, n, k, v in zip(batch.req_pool_indices, new, keys, values, strict=True):
         old = table[row, : len(k) - n].long()
-        pool.get_key_buffer(1)[old], pool.get_value_buffer(1)[old] = k[: len(k) - n], v[: len(v) - n]
+        buffers[0][old], buffers[1][old] = k[: len(k) - n], v[: len(v) - n]
     q = torch.randn(sum(new), HEADS * HEAD_DIM).to(dtype)
     k, v = (torch.cat([t[len(t) - n :] for t, n in zip(ts, new)]) for ts in (keys, values))
     return keys, values, (q, k, v)
@@ -99,7 +101,7 @@ def check(out, q, new, keys, values, **options):
         rows = slice(first, first + n)
         first += n
         expected = [
-            reference.attention(q[None, rows], k[None], v[None], dtype=t, scale=0.2, **options)[0]
+            reference.attention(*(x[None].to(t) for x in (q[rows], k, v)), dtype=t, scale=0.2, **options)[0]
             for t in (torch.float64, q.dtype)
         ]
         report = compare("out", out[None, rows], *expected)
@@ -132,6 +134,37 @@ def test_a_step(classes, page_size, step, name):
     backend.init_forward_metadata(batch)
     out = backend.forward(q, k, v, layer, batch)
     check(out, q, new, keys, values, causal=True, **options)
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize("scales", [None, (1.0, 1.0), (0.37, 2.9)])
+@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("name", OPTIONS)
+def test_a_step_over_8_bits(classes, monkeypatch, page_size, scales, step, name):
+    """Against float64 on what the pool holds, 8 bits times a layer's scales; what is too large saturates."""
+    monkeypatch.setattr("tilewise.compat.MOST_KEYS", 64)
+    torch.manual_seed(0)
+    (layer_options, options), (new, lengths) = OPTIONS[name], STEPS[step]
+    runner = runner_of(page_size, FP8)
+    batch, layer = batch_of(runner, new, lengths), layer_of(**layer_options)
+    _, _, (q, k, v) = fill(runner, batch, new, lengths)
+    if scales is not None:  # as SGLang keeps those of a checkpoint
+        layer.k_scale, layer.v_scale = (torch.nn.Parameter(torch.tensor(x), False) for x in scales)
+        layer.k_scale_float, layer.v_scale_float = scales
+    dtype = torch.bfloat16 if name == "window" else torch.float32
+    q, k, v = (x.to(dtype) for x in (q, k, v))
+    v[-1] *= 1000.0
+    last = v[-1].double()
+    backend = compat_sglang.make(runner)
+    backend.init_forward_metadata(batch)
+    out = backend.forward(q, k, v, layer, batch)
+    pool, table, held = runner.token_to_kv_pool, runner.req_to_token_pool.req_to_token, []
+    for buffer, scale in zip((pool.get_key_buffer(1), pool.get_value_buffer(1)), scales or (1.0, 1.0)):
+        rows = zip(batch.req_pool_indices, lengths, strict=True)
+        held.append([buffer[table[row, :n].long()].double() * scale for row, n in rows])
+    most = 448.0 * (1.0 if scales is None else scales[1])
+    torch.testing.assert_close(held[1][-1][-1], last.clamp(-most, most), rtol=0.07, atol=0.01)
+    check(out, q, new, *held, causal=True, **options)
 
 
 @pytest.mark.parametrize("step", STEPS)
@@ -208,6 +241,9 @@ def test_what_is_refused(classes):
         backend.forward(q, k, k, layer_of(is_cross_attention=True), batch)
     with pytest.raises(NotImplementedError, match=r"--kv-cache-dtype is torch\.float32"):
         backend.forward(q.half(), None, None, layer_of(), batch)
+    other = compat_sglang.make(runner_of(16, torch.float8_e5m2))
+    with pytest.raises(NotImplementedError, match=r"float8_e5m2, must be that of queries, .* or fp8_e4m3"):
+        other.forward(q, None, None, layer_of(), batch)
     batch.forward_mode = ForwardMode.TARGET_VERIFY
     with pytest.raises(NotImplementedError, match="TARGET_VERIFY"):
         backend.init_forward_metadata(batch)

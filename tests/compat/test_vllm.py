@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from tilewise.compat import vllm as compat_vllm
 from tilewise.testing import compare
 
 HEADS, KV_HEADS, HEAD_DIM, BLOCK, BLOCKS = 4, 2, 32, 16, 40
+FP8, NAN_BITS = torch.float8_e4m3fn, 0x7F
 ROOT = Path(__file__).parents[2]
 ENGINE = Path(__file__).with_name("vllm_engine.py")
 
@@ -35,7 +37,7 @@ def classes():
     return attention
 
 
-def metadata_of(classes, new, lengths, causal=True):
+def metadata_of(classes, new, lengths, causal=True, dtype=torch.float32):
     """What vLLM's runner prepares, through our builder: requests with one new token come first."""
     from vllm.config import VllmConfig
     from vllm.v1.attention.backend import CommonAttentionMetadata
@@ -53,8 +55,9 @@ def metadata_of(classes, new, lengths, causal=True):
         query_start_loc=starts, query_start_loc_cpu=starts, seq_lens=torch.tensor(lengths, dtype=torch.int32),
         num_reqs=len(new), num_actual_tokens=sum(new), max_query_len=max(new), max_seq_len=max(lengths),
         block_table_tensor=table, slot_mapping=torch.tensor(slots, dtype=torch.int64), causal=causal,
+        seq_lens_cpu_upper_bound=torch.tensor(lengths, dtype=torch.int32),
     )  # fmt: skip
-    spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=KV_HEADS, head_size=HEAD_DIM, dtype=torch.float32)
+    spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=KV_HEADS, head_size=HEAD_DIM, dtype=dtype)
     builder = classes.TilewiseMetadataBuilder(spec, ["layer"], VllmConfig(), torch.device("cpu"))
     return builder.build(0, common), table
 
@@ -62,7 +65,8 @@ def metadata_of(classes, new, lengths, causal=True):
 def cache_of(layout: str, dtype: torch.dtype) -> torch.Tensor:
     """Blocks, KV heads, rows, keys beside values; in memory as a layout puts them, between two layers'."""
     sizes = {"L": 3, "B": BLOCKS, "H": KV_HEADS, "N": BLOCK, "C": 2 * HEAD_DIM}
-    memory = torch.full([sizes[axis] for axis in layout], float("nan"), dtype=dtype)
+    empty = NAN_BITS if dtype == torch.uint8 else float("nan")
+    memory = torch.full([sizes[axis] for axis in layout], empty, dtype=dtype)
     return memory.permute([layout.index(axis) for axis in "LBHNC"])[1]
 
 
@@ -83,7 +87,7 @@ OPTIONS = {
 
 
 def exact(q, k, v, causal, options):
-    """float64 and the input's dtype."""
+    """float64 and the queries' dtype."""
     width = options.get("sliding_window")
     slopes = options.get("alibi_slopes")
     arguments = {
@@ -91,7 +95,10 @@ def exact(q, k, v, causal, options):
         "softcap": options.get("logits_soft_cap", 0.0), "sinks": options.get("sinks"), "scale": 0.2,
         "alibi_slopes": None if slopes is None else torch.tensor(slopes),
     }  # fmt: skip
-    return [reference.attention(q, k, v, dtype=t, **arguments)[0] for t in (torch.float64, q.dtype)]
+    return [
+        reference.attention(*(x.to(t) for x in (q, k, v)), dtype=t, **arguments)[0]
+        for t in (torch.float64, q.dtype)
+    ]
 
 
 def check(out, new, lengths, queries, keys, values, causal, options):
@@ -136,6 +143,43 @@ def test_a_step_over_the_cache(classes, layout, step, name):
     check(out, new, lengths, queries, keys, values, True, options)
 
 
+def layer_of(key_scale, value_scale):
+    """vLLM's layer, as far as a cache's scales go."""
+    scales = {"_k_scale": key_scale, "_v_scale": value_scale}
+    tensors = {name: torch.tensor(scale) for name, scale in scales.items()}
+    return SimpleNamespace(**tensors, **{f"{name}_float": scale for name, scale in scales.items()})
+
+
+@pytest.mark.parametrize("layout", ["LBHNC", "LBNHC"])
+@pytest.mark.parametrize("scales", [(1.0, 1.0), (0.37, 2.9)])
+@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("name", OPTIONS)
+def test_a_step_over_8_bits(classes, monkeypatch, layout, scales, step, name):
+    """Against float64 on the cache's numbers, 8 bits times a layer's scales; what is too large saturates."""
+    monkeypatch.setattr("tilewise.compat.MOST_KEYS", 64)
+    torch.manual_seed(0)
+    options, (new, lengths) = OPTIONS[name], STEPS[step]
+    dtype = torch.bfloat16 if name == "window" else torch.float32
+    metadata, table = metadata_of(classes, new, lengths, dtype=torch.uint8)
+    keys, values = ([torch.randn(n, KV_HEADS, HEAD_DIM).to(dtype) for n in lengths] for _ in "kv")
+    values[0][-1] *= 1000.0
+    queries = torch.randn(sum(new), HEADS, HEAD_DIM).to(dtype)
+    cache, layer = cache_of(layout, torch.uint8), layer_of(*scales)
+    rounded = [
+        [(x.float() / scale).clamp(-448, 448).to(FP8) for x in t]
+        for t, scale in zip((keys, values), scales, strict=True)
+    ]
+    for row, (n, k, v) in enumerate(zip(new, *rounded, strict=True)):  # earlier tokens
+        for p in range(len(k) - n):
+            cache[table[row, p // BLOCK], :, p % BLOCK] = torch.cat((k[p], v[p]), dim=-1).view(torch.uint8)
+    impl = classes.TilewiseImpl(HEADS, HEAD_DIM, 0.2, KV_HEADS, kv_cache_dtype="fp8", **options)
+    k_new, v_new = (torch.cat([t[len(t) - n :] for t, n in zip(ts, new)]) for ts in (keys, values))
+    impl.do_kv_cache_update(layer, k_new, v_new, cache, metadata.slot_mapping)
+    out = impl.forward(layer, queries, k_new, v_new, cache, metadata, torch.empty_like(queries))
+    exact_keys, exact_values = ([x.double() * s for x in t] for t, s in zip(rounded, scales, strict=True))
+    check(out, new, lengths, queries, exact_keys, exact_values, True, options)
+
+
 @pytest.mark.parametrize("attn_type", ["encoder_only", "decoder"])
 def test_attention_that_is_not_causal(classes, attn_type):
     """Encoders read key and value themselves; decoders, as of diffusion models, the cache."""
@@ -152,8 +196,8 @@ def test_attention_that_is_not_causal(classes, attn_type):
 
 
 def test_what_is_refused(classes):
-    for name in ("fp8", "turboquant_k8v4"):
-        with pytest.raises(NotImplementedError, match=f"kv_cache_dtype='{name}'"):
+    for name in ("fp8_e5m2", "turboquant_k8v4"):
+        with pytest.raises(NotImplementedError, match=f"kv_cache_dtype='{name}' must be one of .*, fp8_e4m3"):
             classes.TilewiseImpl(HEADS, HEAD_DIM, 1.0, KV_HEADS, kv_cache_dtype=name)
     with pytest.raises(NotImplementedError, match="one flag for all requests"):
         metadata_of(classes, [1, 1], [3, 4], causal=torch.tensor([1, 0], dtype=torch.int32))
@@ -178,16 +222,19 @@ def test_backend_says_what_it_can(classes):
         return classes.TilewiseBackend.validate_configuration(**given | changes)
 
     assert reasons() == [] and reasons(attn_type="encoder_only", dtype=torch.float32) == []
-    assert reasons(kv_cache_dtype="fp8") and reasons(use_mla=True) and reasons(head_size=640)
+    assert reasons(kv_cache_dtype="fp8") == reasons(kv_cache_dtype="fp8_e4m3") == []
+    assert reasons(kv_cache_dtype="fp8_e5m2") and reasons(use_mla=True) and reasons(head_size=640)
+    assert reasons(kv_cache_dtype="fp8", use_per_head_quant_scales=True)
+    assert "8.9" in reasons(kv_cache_dtype="fp8", device_capability=DeviceCapability(8, 6))[0]
     assert reasons(device_capability=DeviceCapability(7, 5)) and reasons(use_sparse=True)
 
 
-@pytest.mark.parametrize("model", ["llama", "gemma2"])
-def test_engine_gives_the_same_tokens(classes, tmp_path, model):
+@pytest.mark.parametrize("model, cache", [("llama", "auto"), ("gemma2", "auto"), ("llama", "fp8")])
+def test_engine_gives_the_same_tokens(classes, tmp_path, model, cache):
     """vLLM's own engine on a small random model, with its backend and with tilewise: a process for each."""
     found = {}
     for name in ("", "CPU_ATTN"):
-        command = [sys.executable, str(ENGINE), model, str(tmp_path / model)]
+        command = [sys.executable, str(ENGINE), model, str(tmp_path / model), cache]
         environment = os.environ | {"TILEWISE_VLLM": name, "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500)
         assert done.returncode == 0, done.stderr[-4000:]
@@ -195,10 +242,12 @@ def test_engine_gives_the_same_tokens(classes, tmp_path, model):
     theirs, ours = found.values()
     assert theirs["calls"] == 0 and ours["calls"] > 0
     assert ours["cached"] == theirs["cached"] > 0  # tokens of a prefix that was not computed again
-    assert ours["tokens"] == theirs["tokens"]
+    same = [n for n, tokens in enumerate(ours["tokens"]) if tokens == theirs["tokens"][n]]
+    # a difference of 1e-7 may be one of 1/16 behind the rounding to 8 bits
+    assert len(same) >= len(ours["tokens"]) - (0 if cache == "auto" else 2)
     assert len({token for tokens in ours["tokens"] for token in tokens}) > 5  # a model that says something
-    logprobs = [torch.tensor(run["logprobs"]) for run in (ours, theirs)]
-    torch.testing.assert_close(*logprobs, atol=2e-4, rtol=0)
+    logprobs = [torch.tensor(run["logprobs"])[same] for run in (ours, theirs)]
+    torch.testing.assert_close(*logprobs, atol=2e-4 if cache == "auto" else 2e-2, rtol=0)
 
 
 # ---- without vLLM

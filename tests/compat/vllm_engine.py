@@ -1,4 +1,4 @@
-"""One run of vLLM's engine: `python vllm_engine.py MODEL FOLDER`, the backend by the variable TILEWISE_VLLM.
+"""One run of vLLM's engine: `python vllm_engine.py MODEL FOLDER CACHE_DTYPE`, the backend by TILEWISE_VLLM.
 
 Prints, as JSON, the tokens of some requests with their log-probabilities, how often tilewise was called, and
 how many prompt tokens came from the prefix cache.
@@ -16,7 +16,7 @@ os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 
 import torch
 import transformers
-from vllm import LLM, SamplingParams
+from vllm import LLM, SamplingParams, _custom_ops
 from vllm.plugins import load_general_plugins
 
 from tilewise.compat import vllm as compat_vllm
@@ -30,7 +30,17 @@ SIZES = {
 MODELS = {"llama": {}, "gemma2": {"sliding_window": 24, "attn_logit_softcapping": 5.0}}
 
 
-def main(model: str, folder: str) -> None:
+def round_to_nearest() -> None:
+    """As vLLM's kernel for GPUs does; that for CPUs cuts bits off, which leaves 8-bit numbers as they are."""
+    real = _custom_ops.cpu_attn_reshape_and_cache
+
+    def rounding(key: torch.Tensor, value: torch.Tensor, *rest: object, **named: object) -> None:
+        real(*(t.to(torch.float8_e4m3fn).to(t.dtype) for t in (key, value)), *rest, **named)
+
+    _custom_ops.cpu_attn_reshape_and_cache = rounding
+
+
+def main(model: str, folder: str, cache: str) -> None:
     if not Path(folder).exists():
         torch.manual_seed(0)
         config = transformers.AutoConfig.for_model(model, **SIZES, **MODELS[model])
@@ -38,11 +48,14 @@ def main(model: str, folder: str) -> None:
     load_general_plugins()
     if os.environ["TILEWISE_VLLM"]:  # from a source tree, which has no entry points
         compat_vllm.plugin()
+    if cache == "fp8":
+        round_to_nearest()
     calls, real = [], plans.attend
     plans.attend = lambda *a, **k: calls.append(1) or real(*a, **k)
     engine = LLM(
         folder, skip_tokenizer_init=True, enforce_eager=True, dtype="float32", max_model_len=256,
         max_num_seqs=4, max_num_batched_tokens=48, block_size=32, disable_log_stats=True,
+        kv_cache_dtype=cache,
     )  # fmt: skip
     draw = torch.Generator().manual_seed(1)
     system = torch.randint(3, 300, (70,), generator=draw).tolist()  # a prefix of several blocks

@@ -107,20 +107,34 @@ def kept_on_device(most: int) -> Callable[[Callable[..., Result]], Callable[...,
     """A cache of what a function makes of numbers on a device, its last argument; all can be hashed.
 
     What the calls of a captured graph have taken is never forgotten, as its replays read it: a few numbers
-    for each length or layout that graphs were captured with.
+    for each length or layout that graphs were captured with. What such a call makes is not kept: its numbers
+    are there from the graph's first replay on.
     """
 
     def decorate(make: Callable[..., Result]) -> Callable[..., Result]:
-        cached: Callable[..., Result] = functools.lru_cache(most)(make)
+        cached: dict[tuple[Any, ...], Result] = {}  # the one not used for the longest time first
         captured: dict[tuple[Any, ...], Result] = {}
 
         @functools.wraps(make)
         def find(*arguments: Any) -> Result:
             found = captured.get(arguments)
+            if found is not None:
+                return found
+            is_captured = arguments[-1].type == "cuda" and torch.cuda.is_current_stream_capturing()
+            with _lock:
+                found = cached.pop(arguments, None)
+                if found is not None:
+                    cached[arguments] = found
             if found is None:
-                found = cached(*arguments)
-                if arguments[-1].type == "cuda" and torch.cuda.is_current_stream_capturing():
-                    captured[arguments] = found
+                found = make(*arguments)
+                if is_captured:
+                    return found
+                with _lock:
+                    cached[arguments] = found
+                    if len(cached) > most:
+                        del cached[next(iter(cached))]
+            if is_captured:
+                captured[arguments] = found
             return found
 
         return find
@@ -133,6 +147,27 @@ def integers_on(numbers: tuple[int, ...], device: torch.device) -> Tensor:
     """int64 numbers on a device: kept, as a copy to a GPU waits for it."""
     with torch.inference_mode(False):
         return torch.tensor(numbers, dtype=torch.int64, device=device)
+
+
+def unit_scales(pages: Tensor) -> Tensor:
+    """Scales of 8-bit pages that need none: ones, float32, of (pages, rows, heads, dim) as (pages, heads).
+
+    Example:
+        >>> unit_scales(torch.zeros(3, 16, 2, 64).to(torch.float8_e4m3fn)).shape
+        torch.Size([3, 2])
+    """
+    if not is_plain_eager(pages):
+        return torch.ones(pages.shape[0], pages.shape[2], dtype=torch.float32, device=pages.device)
+    return _ones(pages.shape[0], pages.shape[2], pages.device)
+
+
+@kept_on_device(64)
+def _ones(rows: int, columns: int, device: torch.device) -> Tensor:
+    with torch.inference_mode(False):
+        ones = torch.ones(rows, columns, dtype=torch.float32, device=device)
+    if device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
+        torch.cuda.current_stream(device).synchronize()  # calls on any stream read them from now on
+    return ones
 
 
 def _bytes(result: Any) -> int:

@@ -16,6 +16,7 @@ from tilewise.api import canonical_inputs
 from tilewise.autograd import functions
 from tilewise.cache.rotary import apply_rotary
 from tilewise.core.device_errors import check_if_debugging
+from tilewise.core.kept import unit_scales
 from tilewise.core.problem import Inputs, Options, describe
 from tilewise.core.signature import is_lazy, resolved
 from tilewise.core.values import check_values
@@ -90,7 +91,7 @@ def _eight_bit(call: KVCacheCall, inputs: Inputs) -> Inputs:
     table, key = inputs.page_table, inputs.key
     if table is None:
         table = torch.arange(len(key), dtype=torch.int32, device=key.device)[:, None]
-    ones = torch.ones(key.shape[0], key.shape[2], dtype=torch.float32, device=key.device)
+    ones = unit_scales(key)
     query = call.descale.query(call.q, call.cu_seqlens_q)
     return inputs._replace(query=query, page_table=table, key_scale=ones, value_scale=ones)
 
