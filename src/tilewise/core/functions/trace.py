@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-import tilewise.core.functions.operations  # noqa: F401 - which stand-ins have
 from tilewise.core.checks import shown
+from tilewise.core.functions import operations as operations  # which stand-ins have
 from tilewise.core.functions.expression import BOOL, FLOAT, INDICES, LENGTH, Captured, Functions
 from tilewise.core.functions.proxy import PartOfTensor, Proxy, Recorder, Row, kind_of, line_of_error
 
