@@ -11,6 +11,8 @@ from torch import Tensor
 
 from tilewise import KVCache, attention_with_cache, reference
 from tilewise.core.problem import Inputs, Options, describe
+from tilewise.core.signature import Request
+from tilewise.dispatch import plans
 from tilewise.flash_attn import flash_attn_with_kvcache
 from tilewise.gpu.hopper import plan
 from tilewise.gpu.hopper.decode import launch as decode_launch
@@ -105,6 +107,28 @@ def in_8_bits(inputs: Inputs) -> tuple[Inputs, Tensor, Tensor]:
 def test_8_bit_pages(dims: tuple[int, int], page_size: int, dtype: torch.dtype):
     for queries in (1, 5, 40):
         check(*in_8_bits(cached(queries, (8, 2), dims, page_size, dtype)[0]), causal=True)
+
+
+@pytest.mark.parametrize("queries", [1, 7, 300])
+@pytest.mark.parametrize("page_size", [16, 128])
+def test_8_bit_pages_beside_each_other(page_size: int, queries: int):
+    """Keys and values side by side, heads outside of tokens, as vLLM has them; scales are no powers of two."""
+    inputs, k, v = in_8_bits(cached(queries, (8, 2), (128, 128), page_size)[0])
+    pool = torch.cat((inputs.key, inputs.value), -1).transpose(1, 2).contiguous().transpose(1, 2)
+    key, value = pool.split(128, -1)
+    ones = torch.ones_like(inputs.key_scale)
+    inputs = inputs._replace(key=key, value=value, key_scale=0.37 * ones, value_scale=2.9 * ones)
+    table = inputs.page_table.long()
+    k, v = ((t.float() * f)[table].flatten(1, 2) for t, f in ((key, 0.37), (value, 2.9)))
+    out, lse, _ = plans.attend(inputs, Options(causal=True), "hopper", Request())
+    for b, length in enumerate(inputs.seqlens_k.tolist()):
+        own = inputs.query[b : b + 1], k[b : b + 1, :length], v[b : b + 1, :length]
+        exact, base = (
+            reference.attention(own[0], *(t.to(d) for t in own[1:]), dtype=d, window=(None, 0))
+            for d in (torch.float64, torch.bfloat16)
+        )
+        assert compare("out", out[b : b + 1], exact[0], base[0]).is_within
+        assert compare("lse", lse[b : b + 1], exact[1], base[1]).is_within
 
 
 @pytest.mark.parametrize("size", [1e-30, 1e30])
