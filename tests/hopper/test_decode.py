@@ -112,7 +112,7 @@ def test_8_bit_pages(dims: tuple[int, int], page_size: int, dtype: torch.dtype):
 @pytest.mark.parametrize("queries", [1, 7, 300])
 @pytest.mark.parametrize("page_size", [16, 128])
 def test_8_bit_pages_beside_each_other(page_size: int, queries: int):
-    """Keys and values side by side, heads outside of tokens, as vLLM has them; scales are no powers of two."""
+    """Keys and values side by side, heads outside of tokens, as vLLM has them; no scale is a power of two."""
     inputs, k, v = in_8_bits(cached(queries, (8, 2), (128, 128), page_size)[0])
     pool = torch.cat((inputs.key, inputs.value), -1).transpose(1, 2).contiguous().transpose(1, 2)
     key, value = pool.split(128, -1)
