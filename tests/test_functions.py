@@ -85,6 +85,21 @@ def test_slopes_at_bounds_are_pytorchs(backend):
 
 
 PLACED = torch.tensor([-2.0, 0.5, 3.0])
+
+
+def in_place(x):
+    """What is written to is seen by all that hold it, but not by a clone."""
+    y = z = x.clone()
+    y += 1
+    nn.relu(y, inplace=True)
+    torch.exp_(w := x / 8)
+    return z * w + x.clone().mul_(3)
+
+
+def far(x):
+    return torch.where(torch.isclose(x, x * 0 - math.inf), 9.0, 0.0)
+
+
 WHOLE = {  # of any number, in PyTorch and here
     "addcdiv": lambda x: torch.addcdiv(x, x, x * x + 1, value=0.5),
     "addcmul": lambda x: torch.addcmul(x * x, x, x, value=0.5),
@@ -103,6 +118,8 @@ WHOLE = {  # of any number, in PyTorch and here
     "gelu": lambda x: nn.gelu(x) + nn.gelu(x, approximate="tanh"),
     "hard": lambda x: nn.hardtanh(x) + nn.hardsigmoid(x) + nn.hardswish(x) + nn.relu6(x),
     "hypot": lambda x: torch.hypot(x, 1 - x),
+    "in_place": in_place,
+    "isclose": lambda x: torch.where(torch.isclose(x, x.round(), atol=0.1), x, 2.0) + far(x),
     "isin": lambda x: torch.where(torch.isin(x, PLACED), x * 2, x),
     "where": lambda x: PLACED[0].where(x < 0, x.where(x > 3, x * x)).where(torch.isfinite(x), 7),
     "leaky_relu": lambda x: nn.leaky_relu(x) + nn.threshold(x, 0.2, 0.5),
@@ -174,14 +191,17 @@ def test_rows_are_their_numbers():
     def rows(s, b, h, i, j):
         apart = (place[i] - place[j]).norm()
         near = (weight[h, :] * torch.exp(-((apart - centre) ** 2))).sum(-1)
-        return torch.where((i < ends).sum() == (j < ends).sum(), s + near, s - torch.amax(place[j].abs(), 0))
+        first, second = place[i]
+        return torch.where(
+            (i < ends).sum() == (j < ends).sum(), s + near + first * second, s - torch.amax(place[j].abs(), 0)
+        )
 
     def numbers(s, b, h, i, j):
         square = (place[i, 0] - place[j, 0]) ** 2 + (place[i, 1] - place[j, 1]) ** 2
         apart = torch.where(square == 0, 0, torch.sqrt(torch.where(square == 0, 1, square)))
         near = sum(weight[h, n] * torch.exp(-((apart - centre[n]) ** 2)) for n in range(3))
         largest = torch.maximum(place[j, 0].abs(), place[j, 1].abs())
-        return torch.where((i < 7) == (j < 7), s + near, s - largest)
+        return torch.where((i < 7) == (j < 7), s + near + place[i, 0] * place[i, 1], s - largest)
 
     found, exact = (
         torch.autograd.grad(
@@ -422,6 +442,13 @@ def test_the_default_dtype_and_layouts_are_seen():
             r"captured tensor of shape \(6, 6, 3\) must be indexed down to one number.*line",
         ),
         ({"score_mod": lambda s, b, h, i, j: s + torch.ones(6, 3)[i]}, TypeError, "row of 3 numbers.*line"),
+        ({"score_mod": lambda s, b, h, i, j: s if torch.ones(6, 3)[i] else -s}, TypeError, "branch.*line"),
+        ({"score_mod": lambda s, b, h, i, j: torch.zeros(2).add_(s)}, TypeError, "can't be written to.*line"),
+        (
+            {"score_mod": lambda s, b, h, i, j: s + nn.embedding(i, torch.ones(6, 2), padding_idx=0)[0]},
+            NotImplementedError,
+            "embedding takes an index and a table.*line",
+        ),
         ({"score_mod": lambda s, b, h, i, j: None}, TypeError, "it returns a NoneType, must.*line"),
         ({"score_mod": lambda s, b, h, i, j: (s, i)}, TypeError, "it returns a tuple, must return one"),
         ({"mask_mod": torch.ones(6, 6) > 0}, TypeError, r"must be a function of \(b, h,.*: pass it as mask$"),

@@ -15,6 +15,7 @@ emulator.install()
 emulator.TIMEOUT = 20.0
 
 from tilewise import reference
+from tilewise.cache.quantized_pages import LEAST_EXPONENT
 from tilewise.core.device_errors import check_errors
 from tilewise.core.problem import Inputs, Options, describe
 from tilewise.gpu.hopper.common import host
@@ -53,6 +54,7 @@ CASES: dict[str, tuple[int, int, int, int, int, int | None, int, dict[str, Any]]
     "8_bits_32_heads": (1, 24, 1, 128, 128, 64, 4, {"causal": True, "8 bits": True}),
     "8_bits_alibi": (16, 4, 1, 128, 112, 64, 4, {"alibi": True, "causal": True, "8 bits": True}),
     "8_bits_small_weights": (1, 4, 1, 64, 64, 64, 3, {"8 bits": True, "lengths": [700], "sink": True}),
+    "8_bits_least_scale": (2, 4, 1, 64, 64, 16, 1, {"8 bits": True, "least": True}),
     "8_bits_wrong_pages": (1, 4, 1, 64, 64, 64, 9, {"8 bits": True, "wrong": {3: (8, 1 << 30), 4: (0, -1)}}),
     "window": (4, 4, 2, 128, 128, 16, 6, {"window_left": 70, "window_right": 1}),
     "left_window": (1, 2, 2, 64, 64, None, 3, {"window_left": 130}),
@@ -119,7 +121,7 @@ def check(name: str) -> float:
     is_dense = options.pop("dense", False)
     capacity = 1100 if is_dense else 768
     all_lengths = [capacity] * 2 if is_dense else options.pop("lengths", LENGTHS)
-    has_sink = options.pop("sink", False)
+    has_sink, has_least = options.pop("sink", False), options.pop("least", False)
     wrong, is_8_bit, size = options.pop("wrong", {}), options.pop("8 bits", False), options.pop("size", 1.0)
     batch, lengths = len(all_lengths), torch.tensor(all_lengths, dtype=torch.int32)
     q = torch.randn(batch, queries, heads, dim).bfloat16() * size
@@ -140,9 +142,10 @@ def check(name: str) -> float:
         stored = [in_pages(t, page_size, extras["page_table"]) for t in stored]
         if is_8_bit:
             stored = [t.to(torch.float8_e4m3fn) for t in stored]
-            scales = [
-                2.0 ** torch.randint(-2, 3, (len(stored[0]), kv_heads)).mul(not has_sink) for _ in stored
-            ]
+            powers = [torch.randint(-2, 3, (len(stored[0]), kv_heads)).mul(not has_sink) for _ in stored]
+            if has_least:
+                powers[1][::3] = LEAST_EXPONENT
+            scales = [2.0**n for n in powers]
             extras |= {"key_scale": scales[0], "value_scale": scales[1]}
             k, v = (
                 (pages.float() * scale[:, None, :, None])[extras["page_table"].long()].flatten(1, 2)

@@ -37,7 +37,8 @@ class PagedKVCache(Storage):
         max_seqlen: refuse longer sequences; page tables then have one width. None: as long as pages last.
         dtype: float64, float32, bfloat16, float16, or float8_e4m3fn: 8 bits with a scale (a power of two) for
             each page and head, quantized when appended. A number x is then off by at most
-            |x| / 16 + a / 114688, a being the largest magnitude that its page has held for its head.
+            |x| / 16 + a / 114688, or 8e-31 if that is more; a is the largest magnitude that its page has held
+            for its head.
         device: where it lives; None is torch's default device.
         value_in_key: the values are the keys' first head_dim_v coordinates, as in absorbed latent attention,
             and are stored and read once.

@@ -134,8 +134,10 @@ def _forward(work: Work, inputs: Inputs) -> tuple[Tensor, Tensor]:
             key, value = _swapped(arriving.wait())
         if number + 1 < len(steps):
             wire.start([arriving := wire.bring_keys(number + 1)])
-        for part in (parts := parts_of(step, work.packs, query.device)):
-            total.add(part.block.q0, *attend(part, shard, key, value, len(parts) == len(steps) == 1))
+        parts = parts_of(step, work.packs, query.device)
+        is_all = len(parts) == len(steps) == 1 and sinks is None
+        for part in parts:
+            total.add(part.block.q0, *attend(part, shard, key, value, is_all))
     if sinks is not None:  # a key whose value is 0
         nothing = value.new_zeros(value.shape[-1]).expand(*query.shape[:-1], -1)
         total.add(0, nothing, sinks.to(total.wide)[:, None].expand(len(query), -1, query.shape[1]))

@@ -110,7 +110,7 @@ def _logical(op: str) -> Callable[..., Proxy]:
 
 def _rounded(op: str) -> Callable[..., Any]:
     """floor and its relatives, which leave integers alone."""
-    return lambda r, x: x if _proxy(r, x).kind != FLOAT else r.add(op, x)
+    return lambda r, x: _proxy(r, x) if _proxy(r, x).kind != FLOAT else r.add(op, x)
 
 
 def _to(r: Recorder, x: Any, *args: Any, **kwargs: Any) -> Any:
@@ -185,7 +185,8 @@ def _atan2(y: Any, x: Any) -> Any:
 
 
 def _isclose(a: Any, b: Any, rtol: float = 1e-5, atol: float = 1e-8) -> Any:
-    return (a == b) | (abs(a - b) <= atol + rtol * abs(b))
+    apart = abs(a - b)  # infinite are close to nothing else
+    return (a == b) | ((apart < math.inf) & (apart <= atol + rtol * abs(b)))
 
 
 def _nan_to_num(x: Any, nan: float = 0.0, posinf: float | None = None, neginf: float | None = None) -> Any:
@@ -234,6 +235,13 @@ def _gather(r: Recorder, t: Any, dim: int, index: Any, **_: Any) -> Any:
     if t.ndim != 1:
         raise NotImplementedError("gather takes a tensor of one dimension here: index it, as in table[h, i]")
     return r.load(t, (index,))
+
+
+def _embedding(r: Recorder, index: Any, weight: Any, *more: Any, **options: Any) -> Any:
+    unknown = [options.get(name) for name in ("padding_idx", "max_norm", "scale_grad_by_freq")]
+    if more or any(x is not None and x is not False for x in unknown):
+        raise NotImplementedError("embedding takes an index and a table here: write table[index]")
+    return r.load(weight, (index,))
 
 
 _FORMULAS: dict[str, Callable[..., Any]] = {
@@ -298,11 +306,11 @@ _SWAPPED = {
 METHODS |= {
     "add": _scaled("add"), "sub": _scaled("sub"), "subtract": _scaled("sub"),
     "div": _div, "divide": _div, "fmod": _fmod, "where": _where, "clamp": _clamp, "clip": _clamp,
-    "to": _to, "type_as": _to, "type": _to, "contiguous": lambda r, x: x, "clone": lambda r, x, **_: x,
-    "squeeze": lambda r, x: x, "positive": lambda r, x: x,
+    "to": _to, "type_as": _to, "type": _to, "contiguous": lambda r, x: x, "squeeze": lambda r, x: x,
+    "clone": lambda r, x, **_: _proxy(r, x), "positive": lambda r, x: x,
     "clamp_min": lambda r, x, min: _clamp(r, x, min), "clamp_max": lambda r, x, max: _clamp(r, x, None, max),
     "isin": _isin, "bucketize": _place, "searchsorted": _searchsorted, "gather": _gather,
-    "embedding": lambda r, index, weight, *_, **__: r.load(weight, (index,)),
+    "embedding": _embedding,
     "zeros_like": _constant(0), "ones_like": _constant(1),
     "new_zeros": _constant(0), "new_ones": _constant(1),
     "full_like": lambda r, x, fill_value, **kwargs: _constant(fill_value)(r, x, **kwargs),
@@ -331,10 +339,6 @@ METHODS |= {
     **{name: _binary(op, swap=True) for name, op in _SWAPPED.items()},
     **{op: _rounded(op) for op in ("floor", "ceil", "round", "trunc")},
 }  # fmt: skip
-
-
-def _operator(name: str) -> Callable[..., Any]:
-    return lambda self, *operands: self.recorder.call(name, (self, *operands))
 
 
 # ---- rows
@@ -382,18 +386,3 @@ REDUCTIONS |= {
     "norm": _norm, "vector_norm": lambda row, ord=2, dim=None, keepdim=False: _norm(row, ord, dim, keepdim),
     **dict.fromkeys(("dot", "matmul", "vecdot", "inner"), _dot),
 }  # fmt: skip
-
-
-for _name in (
-    "add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "lt", "le", "gt", "ge", "eq", "ne", "and", "or",
-    "xor", "lshift", "rshift", "neg", "pos", "abs", "invert",
-):  # fmt: skip
-    for _class in (Proxy, PartOfTensor, Row):
-        setattr(_class, f"__{_name}__", _operator(_name))
-for _name in ("sub", "truediv", "floordiv", "mod", "pow", "lshift", "rshift"):
-    for _class in (Proxy, PartOfTensor, Row):
-        setattr(_class, f"__r{_name}__", _operator(f"r{_name}"))
-for _name in ("add", "mul", "and", "or", "xor"):
-    for _class in (Proxy, PartOfTensor, Row):
-        setattr(_class, f"__r{_name}__", _operator(_name))
-PartOfTensor.__matmul__ = Row.__matmul__ = _operator("matmul")  # type: ignore[attr-defined, operator]

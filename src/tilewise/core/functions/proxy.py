@@ -5,14 +5,14 @@ from __future__ import annotations
 import linecache
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import FrameType, TracebackType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tilewise.core.functions.expression import BOOL, FLOAT, INT, Graph
+from tilewise.core.functions.expression import BOOL, COMPARISONS, FLOAT, INT, Graph
 from tilewise.core.torch_private import tree_leaves
 
 METHODS: dict[str, Callable[..., Any]] = {}  # by name, of a recorder and operands: `operations` has them
@@ -75,8 +75,13 @@ class Recorder:
         return Row(self, [self.load(t, (*indices, n)) for n in range(t.shape[-1])])
 
     def call(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> Any:
-        """An operation by its name; of rows that of each number, or a reduction."""
-        kwargs = {k: v for k, v in (kwargs or {}).items() if k != "inplace"}
+        """An operation by its name; of rows that of each number, or a reduction.
+
+        In place, as "mul_" is, the first operand becomes the result, and whoever holds it sees that.
+        """
+        kwargs = dict(kwargs or {})
+        if kwargs.pop("inplace", False) or name.endswith("_"):
+            return self._write(args[0], self.call(name.removesuffix("_"), args, kwargs))
         if name not in OF_TENSORS and any(_is_row(a) for a in args):
             args = tuple(self.row(a) if _is_row(a) else a for a in args)
             if name in REDUCTIONS:
@@ -89,6 +94,16 @@ class Recorder:
         if name not in METHODS:
             raise NotImplementedError(f"a mask or score function has no operation {name!r}{_instead(name)}")
         return METHODS[name](self, *args, **kwargs)
+
+    def _write(self, x: Any, found: Any) -> Any:
+        """x, which is `found` from now on."""
+        if isinstance(x, Proxy):
+            x.node = self.number(found)
+        elif isinstance(x, Row):
+            x.items = self.row(found).items
+        else:
+            raise TypeError("a captured tensor can't be written to")
+        return x
 
     def number(self, x: Any) -> int:
         """The node of an operand."""
@@ -129,7 +144,9 @@ def _torch_function(
 ) -> Any:
     """What stand-ins have as `__torch_function__`."""
     recorder = next(a for a in tree_leaves((args, kwargs)) if isinstance(a, cls)).recorder
-    name = getattr(func, "__name__", str(func)).strip("_").removeprefix("special_").removeprefix("linalg_")
+    given = getattr(func, "__name__", str(func))
+    name = given.strip("_").removeprefix("special_").removeprefix("linalg_")
+    name += "_" if given.endswith("_") and not given.endswith("__") else ""
     name = _WHERE_OF if func is Tensor.where else name
     if name == "getitem":
         t, index = args
@@ -154,6 +171,12 @@ class PartOfTensor:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.recorder.row(self), name)
 
+    def __iter__(self) -> Iterator[Proxy]:
+        return iter(self.recorder.row(self).items)
+
+    def __bool__(self) -> bool:
+        return bool(self.recorder.row(self))
+
 
 class Row:
     """A few numbers, as `place[q_idx]` of a captured tensor of shape (seqlen, 3)."""
@@ -170,6 +193,9 @@ class Row:
     def __getitem__(self, index: Any) -> Any:
         found = self.items[index]
         return Row(self.recorder, found) if isinstance(found, list) else found
+
+    def __bool__(self) -> bool:
+        raise TypeError(_NO_BRANCH)
 
     __torch_function__ = classmethod(_torch_function)
 
@@ -232,10 +258,7 @@ class Proxy:
         return self.kind == FLOAT
 
     def __bool__(self) -> bool:
-        raise TypeError(
-            "a branch of Python's (if, and, or, not, in, min, max, a chain of comparisons) can't depend on "
-            "the score or its indices: use torch.where, &, |, ~, torch.minimum or torch.maximum"
-        )
+        raise TypeError(_NO_BRANCH)
 
     def __index__(self) -> int:
         raise TypeError(
@@ -248,23 +271,37 @@ class Proxy:
     def __getattr__(self, name: str) -> Any:
         if name in ("item", "tolist", "numpy"):
             self.__index__()
-        plain = name.removesuffix("_")
-        if name.startswith("__") or plain not in METHODS:
+        if name.startswith("__") or name.removesuffix("_") not in METHODS:
             raise AttributeError(f"a mask or score function has no operation {name!r}{_instead(name)}")
 
         def method(*args: Any, **kwargs: Any) -> Any:
-            of = _WHERE_OF if name == "where" else plain
-            found = self.recorder.call(of, (self, *args), kwargs)
-            if plain == name:
-                return found
-            self.node = self.recorder.number(found)  # x.mul_(2): whoever holds x sees it
-            return self
+            return self.recorder.call(_WHERE_OF if name == "where" else name, (self, *args), kwargs)
 
         return method
 
     __torch_function__ = classmethod(_torch_function)
 
 
+def _operator(name: str) -> Callable[..., Any]:
+    return lambda self, *operands: self.recorder.call(name, (self, *operands))
+
+
+_SYMMETRIC = ("add", "mul", "and", "or", "xor")
+_OTHERS = ("sub", "truediv", "floordiv", "mod", "pow", "lshift", "rshift")
+for _class in (Proxy, PartOfTensor, Row):
+    for _name in (*_SYMMETRIC, *_OTHERS, *COMPARISONS, "gt", "ge", "neg", "pos", "abs", "invert"):
+        setattr(_class, f"__{_name}__", _operator(_name))
+    for _name in (*_SYMMETRIC, *_OTHERS):
+        setattr(_class, f"__r{_name}__", _operator(_name if _name in _SYMMETRIC else f"r{_name}"))
+        if _class is not PartOfTensor:  # x += y writes to x, as in PyTorch
+            setattr(_class, f"__i{_name}__", _operator(f"{_name}_"))
+PartOfTensor.__matmul__ = Row.__matmul__ = _operator("matmul")  # type: ignore[attr-defined, operator]
+
+
+_NO_BRANCH = (
+    "a branch of Python's (if, and, or, not, in, min, max, a chain of comparisons) can't depend on "
+    "the score or its indices: use torch.where, &, |, ~, torch.minimum or torch.maximum"
+)
 _ROWS = (
     "compute what takes whole rows before the call, as a table; for dot products append them to query and key"
 )
