@@ -9,8 +9,10 @@ import torch
 from torch import library
 
 import tilewise
-from tilewise import flash_attn_3, reference
+from tilewise import PagedKVCache, flash_attn_3, reference
+from tilewise.cache import paged, step
 from tilewise.core.problem import Inputs, Options
+from tilewise.rotary import rotary_tables
 from tilewise.testing import check_attention, compare
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -144,6 +146,38 @@ def test_packed_queries_with_pages(dtype, options, page_size):
         base, _ = reference.attention(q[None], k[None], v[None], causal=True, dtype=dtype, **options)
         report = compare("out", torch.cat(own)[None], exact, base)
         assert report.is_within, report
+
+
+@pytest.mark.parametrize("has_rotary", [False, True])
+@pytest.mark.parametrize("page_size", [16, 128])
+def test_eight_bit_pages_are_written_as_by_pytorch(page_size, has_rotary, monkeypatch):
+    """A prompt and some steps, by the kernels and by PyTorch's operations: the same bits without rotation."""
+    tokens = [
+        [torch.randn(3, n, heads, 128, device="cuda").bfloat16() for heads in (8, 2, 2)]
+        for n in (300, 1, 1, 9)
+    ]
+    tables = rotary_tables(torch.arange(400, device="cuda"), 128) if has_rotary else (None, None)
+    found = []
+    for is_by_kernels in (True, False):
+        if not is_by_kernels:
+            for module in (paged, step):
+                monkeypatch.setattr(module, "has_kernels", lambda t: False)
+        cache = PagedKVCache(200, page_size, 2, 128, dtype=torch.float8_e4m3fn, device="cuda")
+        for _ in range(3):
+            cache.allocate()
+        outs = [
+            tilewise.attention_with_cache(
+                q, cache, k, v, causal=True, rotary_cos=tables[0], rotary_sin=tables[1]
+            )
+            for q, k, v in tokens
+        ]
+        found.append((cache, outs))
+    (ours, outs), (theirs, others) = found
+    for name in ("key", "value", "key_scale", "value_scale"):
+        if not (has_rotary and name.startswith("key")):
+            assert torch.equal(getattr(ours, name).float(), getattr(theirs, name).float()), name
+    for out, other in zip(outs, others):
+        torch.testing.assert_close(out, other, rtol=2e-2, atol=2e-2)
 
 
 @pytest.mark.parametrize("kind", ["contiguous", "paged"])

@@ -15,6 +15,7 @@ import re
 import subprocess
 import sys
 import tempfile
+import types
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -27,7 +28,7 @@ from tilewise.core.plan import Results
 from tilewise.core.problem import Inputs, Options, describe
 from tilewise.core.signature import Gpu
 from tilewise.core.statistics import Aux
-from tilewise.gpu.launch import combine, launcher, take
+from tilewise.gpu.launch import combine, eight_bit_pages, launcher, take
 from tilewise.gpu.triton import backward, forward, launch
 from tilewise.gpu.triton.statistics.plan import StatisticsPlan
 
@@ -198,6 +199,8 @@ def compile_case(name: str, capability: int) -> list[dict[str, Any]]:
         return compile_combine(capability)
     if name == "take":
         return compile_take(capability)
+    if name == "write":
+        return compile_write(capability)
     case = CASES[name]
     inputs = case_inputs(case)
     problem = describe(inputs, Options(**case.options))
@@ -243,6 +246,22 @@ def compile_take(capability: int) -> list[dict[str, Any]]:
             take.take(target, sources, which, row)
 
     return compiled_rows("take", run, capability)
+
+
+def compile_write(capability: int) -> list[dict[str, Any]]:
+    """New tokens into 8-bit pages: with values, and of latent attention, whose values lie in the keys."""
+    make = functools.partial(torch.empty, device="meta")
+
+    def run() -> None:
+        for page_size, heads, *dims in ((16, 8, 128, 128), (256, 8, 64, 64), (64, 1, 576)):
+            pages = [make(32, page_size, heads, d, dtype=torch.float8_e4m3fn) for d in dims]
+            new = [make(4, 2, heads, d, dtype=torch.bfloat16) for d in dims]
+            slots, written, kept = (make(n, dtype=torch.int32) for n in (8, 4, 4))
+            batch = types.SimpleNamespace(slots=slots, written=written, kept=kept)
+            without = [None] * (2 - len(dims))
+            eight_bit_pages.write_pages(pages + without, [make(32, heads)] * 2, new + without, batch)
+
+    return compiled_rows("write", run, capability)
 
 
 def compiled_rows(
@@ -316,7 +335,9 @@ def main() -> None:
     if sys.argv[2:] == ["lengths"]:
         print(json.dumps(variants_over_lengths(capability)))
     else:
-        print_rows(lambda name: compile_case(name, capability), [*CASES, "combine", "take"], sys.argv[2:])
+        print_rows(
+            lambda name: compile_case(name, capability), [*CASES, "combine", "take", "write"], sys.argv[2:]
+        )
 
 
 if __name__ == "__main__":

@@ -73,11 +73,12 @@ def test_kernels_compile_and_hardly_spill(
     """A headline shape, or one with options or of another size, and one of decoding."""
     draw = random.Random(request.config.option.sample)
     drawn = [draw.choice(draw.choice((HEADLINE, REST))), draw.choice(DECODING)]
-    names = (*drawn, "combine", "take")
+    names = (*drawn, "combine", "take", "write")
     rows = compiled_by(SCRIPT, str(capability), *names)
+    rows = [row for row in rows if row["kernel"] != "dequantize_kernel"]  # ahead of others, for old GPUs
     kernels = {case: sum(row["case"] == case for row in rows) for case in names}
     assert kernels[drawn[0]] >= (8 if drawn[0] in HEADLINE else 1) and sum(kernels.values()) == len(rows)
-    assert (kernels[drawn[1]], kernels["combine"], kernels["take"]) == (2, 6, 4)
+    assert [kernels[name] for name in names[1:]] == [2, 6, 4, 3]
     merging = [row for row in rows if row["case"] == "combine"]
     assert all(row["barriers"] for row in merging)  # between reading a target and writing it
     check(rows, capability)

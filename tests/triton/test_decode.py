@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from tilewise import PagedKVCache, reference
+from tilewise.cache.quantized_pages import write_quantized
 from tilewise.core.problem import Inputs, Options, describe
 from tilewise.rotary import apply_rotary, rotary_tables
 from tilewise.testing import compare
@@ -24,7 +25,7 @@ IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 if not (IS_INTERPRETED or torch.cuda.is_available()):
     pytest.skip("needs a GPU, or TRITON_INTERPRET=1", allow_module_level=True)
 
-from tilewise.gpu.launch.dequantize import dequantized  # noqa: E402
+from tilewise.gpu.launch.eight_bit_pages import dequantized, write_pages  # noqa: E402
 from tilewise.gpu.triton import launch, launch_decode  # noqa: E402
 from tilewise.gpu.triton.append import Heads, Tokens, append, head_pointers  # noqa: E402
 from tilewise.gpu.triton.arguments import ScoreTensor, Sequence  # noqa: E402
@@ -208,6 +209,45 @@ def test_pages_become_a_cache(page_size: int, dtype: torch.dtype):
             assert torch.equal(tokens[b, n].nan_to_num(-1.0), held[page].nan_to_num(-1.0))
             assert torch.equal(tokens[b, n].isnan(), held[page].isnan())
         assert tokens[2, 1:].isnan().all()
+
+
+@pytest.mark.parametrize("page_size, dim_v", [(16, 24), (64, None)])
+def test_pages_are_quantized_as_pytorch_does_it(page_size: int, dim_v: int | None):
+    """Steps of sequences that share pages, padding, numbers of any size, infinity and NaN."""
+    make = {"head_dim_v": dim_v, "dtype": torch.float8_e4m3fn, "device": DEVICE}
+    if dim_v is None:
+        make = make | {"head_dim_v": 12, "value_in_key": True}
+    cache = PagedKVCache(40, page_size, 3, 16, **make)
+    one, two = cache.allocate(), cache.allocate()
+    held = [(cache.key, cache.key_scale), (cache.value, cache.value_scale)]
+    pools = [(pages.clone(), scale.clone()) for pages, scale in held]
+    for step, counts in enumerate([(13, 20), (1, 1), (1, 7), (30, 0), (1, 1)]):
+        sequences, counts = ((one, two), counts) if step != 2 else ((one, -1, two), (1, 1, 7))
+        batch = cache.reserve(sequences, counts)
+        for source, copy in batch.copies:
+            for pages, scale in pools:
+                pages[copy], scale[copy] = pages[source], scale[source]
+        n = batch.total
+        sizes = 10.0 ** torch.randint(-4 - 10 * step, 5, (n, 1, 1), device=DEVICE)
+        key, value = randn(n, 3, 16) * sizes, None if dim_v is None else randn(3, n, dim_v).transpose(0, 1)
+        key[0, 1, 3] = (float("inf"), -448.0, float("nan"), 0.0, 7 * 2.0**-9)[step]
+        if step == 1:
+            key[1] = 0.0
+        write_pages(
+            (cache.key, None if value is None else cache.value), (cache.key_scale, cache.value_scale),
+            (key, value), batch,
+        )  # fmt: skip
+        real = batch.slots >= 0
+        for (pages, scale), new in zip(pools, (key, value)):
+            if new is not None:
+                write_quantized(pages, scale, new[real], batch.slots[real].long(), batch)
+        for (pages, scale), (other, other_scale) in list(zip(held, pools))[: 1 if value is None else 2]:
+            assert torch.equal(scale, other_scale)
+            found, exact = pages.float(), other.float()
+            assert torch.equal(found.isnan(), exact.isnan())
+            assert torch.equal(found.nan_to_num(0.0), exact.nan_to_num(0.0))
+        if step == 1:
+            two = cache.fork(one)
 
 
 def test_the_same_bits_every_time():

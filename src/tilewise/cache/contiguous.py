@@ -10,6 +10,8 @@ from torch import Tensor
 from tilewise.core.checks import DTYPES, MAX_HEAD_DIM, check_flag, check_integers, shown
 from tilewise.core.device_errors import raise_errors
 from tilewise.core.fp8 import FP8
+from tilewise.core.signature import device_of
+from tilewise.gpu.launch.launch_plan import HAS_TRITON
 
 
 def mark_static(*tensors: Tensor | None) -> None:
@@ -107,6 +109,12 @@ class Storage:
                     f"{name}.requires_grad=True must be False: a cache keeps no history, call under "
                     "torch.no_grad()"
                 )
+
+
+def has_kernels(t: Tensor) -> bool:
+    """Whether Triton kernels write tokens like these into caches."""
+    is_on_gpu = not t.is_cpu and device_of(t).type == "cuda" and HAS_TRITON
+    return is_on_gpu and t.dtype != torch.float64 and not torch.compiler.is_compiling()
 
 
 def layout_hint(t: Tensor, heads: int, dim: int) -> str:

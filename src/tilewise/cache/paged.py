@@ -9,7 +9,7 @@ from numbers import Integral
 import torch
 from torch import Tensor
 
-from tilewise.cache.contiguous import Storage, layout_hint
+from tilewise.cache.contiguous import Storage, has_kernels, layout_hint
 from tilewise.cache.pages import PADDING, PagedBatch, PageTable, integers
 from tilewise.cache.quantized_pages import dequantized, write_quantized
 from tilewise.core.checks import DTYPES, check_integers, shown
@@ -265,6 +265,12 @@ class PagedKVCache(Storage):
         if self.key_scale is not None:
             self._table.check_last(batch)
         self.check_new(key, value, batch)
+        if self.key_scale is not None and has_kernels(key):
+            from tilewise.gpu.launch.eight_bit_pages import write_pages
+
+            storages = self.key, None if value is None else self.value
+            write_pages(storages, (self.key_scale, self.value_scale), (key, value), batch)
+            return
         real = _real_rows(batch).to(key.device) if batch.has_padding else None
         slots = (batch.slots if real is None else batch.slots[real]).long()
         for storage, scale, new in ((self.key, self.key_scale, key), (self.value, self.value_scale, value)):

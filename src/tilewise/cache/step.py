@@ -9,15 +9,13 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from tilewise.cache.contiguous import KVCache
+from tilewise.cache.contiguous import KVCache, has_kernels
 from tilewise.cache.paged import PagedKVCache
 from tilewise.cache.pages import PADDING, PagedBatch, integers
 from tilewise.cache.rotary import apply_rotary
 from tilewise.core.functions.call import Cached
 from tilewise.core.problem import Inputs
-from tilewise.core.signature import device_of
 from tilewise.core.values import check_coverage
-from tilewise.gpu.launch.launch_plan import HAS_TRITON
 
 
 def cached_step(
@@ -119,7 +117,10 @@ class Step(ABC, Generic[C]):
 
     @abstractmethod
     def fused_write(self, query: Tensor, key: Tensor, value: Tensor | None, rotary: Rotary | None) -> Tensor:
-        """Rotate query and key and store the new tokens in one launch on a GPU; query as it is to be used."""
+        """Rotate query and key and store the new tokens on a GPU, in one launch, or two for 8-bit pages.
+
+        Returns query as it is to be used.
+        """
 
     def undo(self) -> None:
         """Leave the cache as it was before the step; pages that the caller reserved stay so."""
@@ -160,13 +161,10 @@ class Step(ABC, Generic[C]):
         return apply_rotary(x, rotary.cos[at], rotary.sin[at], interleaved=rotary.interleaved)
 
     def _is_fusible(self, query: Tensor, key: Tensor, value: Tensor | None, rotary: Rotary | None) -> bool:
-        """Whether one Triton kernel can do it: it reads whole rows, and stores numbers without a scale."""
-        is_plain = self.cache.key_scale is None and key.dtype != torch.float64 and not query.requires_grad
+        """Whether Triton kernels can do it: they read whole rows."""
         rows_dense = all(t is None or t.stride(-1) == 1 for t in (query, key, value))
         same_tokens = rotary is None or query.shape[:-2] == key.shape[:-2]
-        is_on_gpu = not key.is_cpu and device_of(key).type == "cuda" and HAS_TRITON
-        is_served = is_plain and rows_dense and same_tokens and is_on_gpu
-        return is_served and not torch.compiler.is_compiling()
+        return has_kernels(key) and not query.requires_grad and rows_dense and same_tokens
 
 
 class ContiguousStep(Step[KVCache]):
@@ -244,10 +242,17 @@ class PagedStep(Step[PagedKVCache]):
     def fused_write(self, query: Tensor, key: Tensor, value: Tensor | None, rotary: Rotary | None) -> Tensor:
         from tilewise.gpu.triton.append import Tokens, append
 
-        storage = self.cache.key, None if value is None else self.cache.value
-        return append(
-            query, key, value, *storage, Tokens(self.batch.slots, self.batch.positions, None), rotary
-        )
+        if self.cache.key_scale is None:
+            storage = self.cache.key, None if value is None else self.cache.value
+            tokens = Tokens(self.batch.slots, self.batch.positions, None)
+            return append(query, key, value, *storage, tokens, rotary)
+        if rotary is not None:
+            rotated = torch.empty_like(key, memory_format=torch.contiguous_format)
+            tokens = Tokens(None, self.batch.positions, None)
+            query = append(query, key, None, rotated.view(1, -1, *key.shape[-2:]), None, tokens, rotary)
+            key = rotated
+        self.cache.write(key, value, self.batch)
+        return query
 
     def undo(self) -> None:
         if not self.is_reserved:

@@ -255,7 +255,7 @@ def _few_queries(serve: Callable[[AttentionProblem], bool], kernels: decode_laun
 def _of_8_bit_pages(
     problem: AttentionProblem, inputs: Inputs, order: str, residual: bool
 ) -> tuple[Tensor, ...]:
-    from tilewise.gpu.launch.dequantize import dequantized
+    from tilewise.gpu.launch.eight_bit_pages import dequantized
 
     return forward_launch.forward(*dequantized(problem, inputs), order=order, residual=residual)
 

@@ -28,7 +28,7 @@ WHOLE_TOKEN = 1024  # columns, of all blocks of heads together, that one program
 class Tokens(NamedTuple):
     """Where new tokens go: slots and positions, or what each sequence holds, in its entry or by its pages."""
 
-    slots: Tensor | None  # (tokens,) rows of the storage, -1 for none
+    slots: Tensor | None  # (tokens,) rows of the storage, -1 for none. Without lengths, None: in their order
     positions: Tensor | None  # (tokens,)
     lengths: Tensor | None  # (batch,) before these tokens
     page_table: Tensor | None = None  # (batch, pages)
@@ -267,7 +267,9 @@ def find(where, b, n):
     else:
         token = b * where.new_tokens + n
         position = tl.load(where.positions + token)
-        slot = tl.load(where.slots + token).to(tl.int64)
+        slot = token.to(tl.int64)
+        if where.slots is not None:
+            slot = tl.load(where.slots + token).to(tl.int64)
         if (slot < -1) | (slot >= where.entries.to(tl.int64) * where.rows):
             tl.store(where.errors + PAGE_FLAG, 1)
             slot = slot * 0 - 1

@@ -60,7 +60,7 @@ def forward(
     And, if asked for, what rounding took from lse, in its shape.
     """
     if problem.is_quantized and (tile is not None or not launch_decode.serves(problem)):
-        from tilewise.gpu.launch.dequantize import dequantized
+        from tilewise.gpu.launch.eight_bit_pages import dequantized
 
         problem, inputs = dequantized(problem, inputs)
     if tile is None and launch_decode.serves(problem):

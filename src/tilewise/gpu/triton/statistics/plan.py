@@ -27,7 +27,7 @@ class StatisticsPlan(NamedTuple):
         problem, aux = self.problem, self.aux
         found = new_measured(aux, problem, inputs)
         if problem.is_quantized:
-            from tilewise.gpu.launch.dequantize import dequantized
+            from tilewise.gpu.launch.eight_bit_pages import dequantized
 
             problem, inputs = dequantized(problem, inputs)
         inputs = launchable(inputs)
