@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 import tilewise
 from tilewise import PagedKVCache, api, reference
-from tilewise.cache import step as cache_step
+from tilewise.cache import contiguous, step as cache_step
 from tilewise.core.signature import Gpu, standing_in
 from tilewise.rotary import apply_rotary, rotary_tables
 from tilewise.testing import compare
@@ -312,8 +312,8 @@ def test_absorbed_latent_attention_stores_values_in_keys(paged):
 
 
 def test_which_tokens_the_appending_kernel_takes(monkeypatch):
-    """Whole rows, which it copies bit by bit: not other strides, nor 8 bits, which have a scale."""
-    monkeypatch.setattr(cache_step, "HAS_TRITON", True)
+    """Whole rows, which it copies bit by bit or rounds to 8 bits: not other strides, nor what has 8 bits."""
+    monkeypatch.setattr(contiguous, "HAS_TRITON", True)
 
     def takes(*tokens, dtype=torch.bfloat16):
         cache = PagedKVCache(2, PAGE, 4, 4, dtype=dtype, device="meta")
@@ -326,8 +326,9 @@ def test_which_tokens_the_appending_kernel_takes(monkeypatch):
         for n in range(3):
             assert not takes(*(t.mT if i == n else t for i, t in enumerate(plain)))
         query, *others = plain
-        for bits in (others, [t.to(torch.float8_e4m3fn) for t in others]):
-            assert not takes(query, *bits, dtype=torch.float8_e4m3fn)
+        assert takes(query, *others, dtype=torch.float8_e4m3fn)
+        bits = [t.to(torch.float8_e4m3fn) for t in others]
+        assert not takes(query, *bits, dtype=torch.float8_e4m3fn)
 
 
 def test_eight_bit_storage_keeps_its_error():

@@ -15,7 +15,6 @@ import re
 import subprocess
 import sys
 import tempfile
-import types
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -257,9 +256,10 @@ def compile_write(capability: int) -> list[dict[str, Any]]:
             pages = [make(32, page_size, heads, d, dtype=torch.float8_e4m3fn) for d in dims]
             new = [make(4, 2, heads, d, dtype=torch.bfloat16) for d in dims]
             slots, written, kept = (make(n, dtype=torch.int32) for n in (8, 4, 4))
-            batch = types.SimpleNamespace(slots=slots, written=written, kept=kept)
             without = [None] * (2 - len(dims))
-            eight_bit_pages.write_pages(pages + without, [make(32, heads)] * 2, new + without, batch)
+            eight_bit_pages.write_pages(
+                pages + without, [make(32, heads)] * 2, new + without, (slots, written, kept)
+            )
 
     return compiled_rows("write", run, capability)
 

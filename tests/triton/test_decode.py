@@ -235,7 +235,7 @@ def test_pages_are_quantized_as_pytorch_does_it(page_size: int, dim_v: int | Non
             key[1] = 0.0
         write_pages(
             (cache.key, None if value is None else cache.value), (cache.key_scale, cache.value_scale),
-            (key, value), batch,
+            (key, value), (batch.slots, batch.written, batch.kept),
         )  # fmt: skip
         real = batch.slots >= 0
         for (pages, scale), new in zip(pools, (key, value)):

@@ -114,7 +114,7 @@ class Storage:
 def has_kernels(t: Tensor) -> bool:
     """Whether Triton kernels write tokens like these into caches."""
     is_on_gpu = not t.is_cpu and device_of(t).type == "cuda" and HAS_TRITON
-    return is_on_gpu and t.dtype != torch.float64 and not torch.compiler.is_compiling()
+    return is_on_gpu and t.dtype.itemsize in (2, 4) and not torch.compiler.is_compiling()
 
 
 def layout_hint(t: Tensor, heads: int, dim: int) -> str:

@@ -269,7 +269,8 @@ class PagedKVCache(Storage):
             from tilewise.gpu.launch.eight_bit_pages import write_pages
 
             storages = self.key, None if value is None else self.value
-            write_pages(storages, (self.key_scale, self.value_scale), (key, value), batch)
+            places = batch.slots, batch.written, batch.kept
+            write_pages(storages, (self.key_scale, self.value_scale), (key, value), places)
             return
         real = _real_rows(batch).to(key.device) if batch.has_padding else None
         slots = (batch.slots if real is None else batch.slots[real]).long()

@@ -6,9 +6,7 @@ import torch
 from torch import Tensor
 
 from tilewise.cache.pages import PagedBatch
-from tilewise.core.fp8 import LARGEST
-
-LEAST_EXPONENT = -90  # of a scale: kernels sum up to 2^38 over it in float32, of 2^23 weights of up to 2^15
+from tilewise.core.fp8 import LARGEST, LEAST_EXPONENT
 
 
 def dequantized(pages: Tensor, scale: Tensor) -> Tensor:
@@ -29,7 +27,8 @@ def write_quantized(storage: Tensor, scale: Tensor, new: Tensor, slots: Tensor, 
     place[pages] = torch.arange(len(pages), device=storage.device)
     content[place[slots // page_size], slots % page_size] = new.to(content.dtype)
     content.masked_fill_(content.isinf(), torch.nan)
-    mantissa, exponent = torch.frexp(content.abs().nan_to_num(0.0).amax((1, 3)) / LARGEST)
+    largest = content.abs().nan_to_num(0.0).amax((1, 3))
+    mantissa, exponent = torch.frexp(largest / torch.full_like(largest, LARGEST))  # GPUs: x / 448 is inexact
     exponent = (exponent - (mantissa == 0.5).int()).clamp(min=LEAST_EXPONENT)
     power = torch.where(mantissa == 0, 1.0, torch.ldexp(torch.ones_like(mantissa), exponent))
     storage[pages] = (content / power[:, None, :, None]).to(storage.dtype)

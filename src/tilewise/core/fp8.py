@@ -34,6 +34,8 @@ from torch import Tensor
 
 FP8 = torch.float8_e4m3fn
 LARGEST = 448.0  # of float8_e4m3fn: 0.875 * 2^9
+# Of a page's scale: kernels sum up to 2^38 over it in float32, of 2^23 weights of up to 2^15.
+LEAST_EXPONENT = -90
 LARGEST_INTEGER = 127.0
 OPERANDS = {"fp8": FP8, "int8": torch.int8}  # of Q K^T, by the precision
 BLOCK_ROWS = 128

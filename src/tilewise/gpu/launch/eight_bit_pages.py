@@ -14,9 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tilewise.cache.pages import PagedBatch
-from tilewise.cache.quantized_pages import LEAST_EXPONENT
-from tilewise.core.fp8 import LARGEST
+from tilewise.core.fp8 import LARGEST, LEAST_EXPONENT
 from tilewise.core.problem import AttentionProblem, Inputs
 from tilewise.gpu.launch.launch_plan import Launch, Tensors, run
 
@@ -117,7 +115,7 @@ def write_pages(
     storages: tuple[Tensor, Tensor | None],
     scales: tuple[Tensor, Tensor | None],
     new: tuple[Tensor, Tensor | None],
-    batch: PagedBatch,
+    places: tuple[Tensor, Tensor, Tensor],
 ) -> None:
     """`cache.quantized_pages.write_quantized` of keys and values, bit for bit but for the sign of a NaN.
 
@@ -125,12 +123,13 @@ def write_pages(
         storages: (pages, page_size, heads, dim) float8_e4m3fn; values None if they lie in the keys.
         scales: (pages, heads) float32.
         new: (batch, new_tokens, heads, dim), or packed; rows of padding are not read.
+        places: `slots`, `written` and `kept` of a `PagedBatch`.
     """
-    if not len(batch.written):
+    if not len(places[1]):
         return
     rows = (None if t is None else _dense(t.flatten(0, -3)) for t in new)
     as_integers = (None if t is None else t.view(torch.uint8) for t in storages)
-    run(_write_launch, None, (*as_integers, *scales, *rows, batch.slots, batch.written, batch.kept))
+    run(_write_launch, None, (*as_integers, *scales, *rows, *places))
 
 
 def _dense(t: Tensor) -> Tensor:
