@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
+from tilewise.core.problem import Inputs, Options, describe
 from tilewise.gpu.launch import launch_plan as plan, plan as call_plan
 from tilewise.gpu.triton.arguments import Ragged, Rows
 
@@ -209,3 +210,20 @@ def test_of_fresh_tensors_only_those_that_are_none_count(recorder):
     assert len(recorder.started) == 2 and len(recorder.launched) == 2
     assert plan.find("problem", plan.Step(build, (x,), (), (x, None))) is not None
     assert plan.find("problem", plan.Step(build, (x,), (), (x, x))) is None
+
+
+def test_pages_made_of_8_bits_have_a_launch_for_each_dtype(monkeypatch):
+    """What is written is fresh, so its dtype is no part of what tensors show."""
+    pages = pytest.importorskip("tilewise.gpu.launch.eight_bit_pages")
+    launched = []
+    monkeypatch.setattr(pages, "run", lambda build, problem, tensors, fresh: launched.append(problem))
+    make = {"device": "meta"}
+    pool = torch.empty(6, 16, 2, 64, dtype=torch.float8_e4m3fn, **make)
+    numbers = {"seqlens_k": torch.empty(2, dtype=torch.int32, **make)}
+    numbers |= {"page_table": torch.empty(2, 3, dtype=torch.int32, **make)}
+    numbers |= {name: torch.empty(6, 2, **make) for name in ("key_scale", "value_scale")}
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        inputs = Inputs(torch.empty(2, 40, 4, 64, dtype=dtype, **make), pool, pool, **numbers)
+        problem, made = pages.dequantized(describe(inputs, Options()), inputs)
+        assert made.key.dtype == made.value.dtype == dtype and not problem.is_quantized
+    assert len(set(launched)) == 3

@@ -35,14 +35,14 @@ def dequantized(problem: AttentionProblem, inputs: Inputs) -> tuple[AttentionPro
     as_integers = (t.view(torch.uint8) for t in inputs[1:3])
     scales = (None if t is None else t.contiguous() for t in (inputs.key_scale, inputs.value_scale))
     tensors = (*as_integers, *scales, table.contiguous(), lengths.contiguous())
-    run(_launch, None, tensors, fresh=(key, value))
+    run(_launch, problem.dtype, tensors, fresh=(key, value))  # whose dtype nothing else tells
     problem = replace(problem, is_quantized=False, page_size=None)
     return problem, inputs._replace(
         key=key, value=value, page_table=None, key_scale=None, value_scale=None, seqlens_k=lengths
     )
 
 
-def _launch(problem: None, tensors: Tensors) -> Launch:
+def _launch(dtype: torch.dtype, tensors: Tensors) -> Launch:
     key, value, key_scale, value_scale, table, lengths, *fresh = tensors
     assert key is not None and value is not None and table is not None
     page_size, heads = key.shape[1:3]

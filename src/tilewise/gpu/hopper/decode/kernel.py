@@ -56,7 +56,7 @@ class Shared:
 def make_shared(dtype: gl.constexpr, cfg: gl.constexpr):
     """At head size 128: 4 x 32 KB of keys and values, 32 KB of queries, 32 KB of acc = 192 KB of 227 KB.
 
-    Of 8 bits as many bytes of keys and values, which are twice as many.
+    Tiles of 8 bits have twice as many keys, so as many bytes; queries stay in registers.
     """
     k_layout: gl.constexpr = tile_layout([cfg.BLOCK_N, cfg.BLOCK_D], dtype, cfg.WHOLE_PAGES)
     v_layout: gl.constexpr = tile_layout([cfg.BLOCK_N, cfg.BLOCK_DV], dtype, cfg.WHOLE_PAGES)
