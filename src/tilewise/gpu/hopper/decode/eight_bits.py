@@ -1,18 +1,21 @@
 """8-bit pages in the decoding kernel: keys and values become float16 in registers, where they are multiplied.
 
-Of float8_e4m3fn that is exact, and one instruction for two numbers. The scales of pages, powers of two, join
-scores and exponents, of which there are fewer: p = exp(s + log v_scale - m), and l takes it out again.
+Of float8_e4m3fn that is exact, and one instruction for two numbers. The scales of pages join scores and
+exponents, of which there are fewer: p = exp(s + log v_scale - m), and l takes it out again.
 
     k ring, 8 bits --> registers, float16 --> S = Q K^T      a warp: 16 rows, a quarter of the tile's keys,
     v ring, 8 bits --> registers, float16 --> O += P V       all of one page; an O of its own
 
-wgmma would read float16 from shared memory: a way through it that costs more time than the 8 bits save. mma
+wgmma reads its right factor from shared memory: writing float16 there takes more time than 8 bits save. mma
 has both factors in registers. Up to 16 rows, warpgroups work on alternate tiles; with up to 32, each works on
 all tiles for 16 of the rows. At the end of a split O and the sums of all warps are added.
 
-In tensors of 64 rows, row 16 w + r is row r of warp w. Which columns are multiplied first is free, and so is
-the order of O's columns until the end. It is such that a thread reads 16 bytes side by side from shared
-memory, and no two threads ask a bank at once. Thread 4 g + t of a warp is (g, t), as in mma's definition.
+In tensors of 64 rows, row 16 w + r is row r of warp w. A product may add up its columns in any order, and O's
+columns may lie in any until the end. They are ordered so that a thread reads 16 bytes side by side from shared
+memory, without bank conflicts. Thread 4 g + t of a warp is (g, t), as in mma's definition.
+
+No fence is needed: nothing here stores what wgmma or TMA reads. `release` waits for all warps of the role to
+have the slot in registers, before TMA may fill it again.
 """
 
 from tilewise.gpu.hopper.common.compat import bits_of, float_of, gl, gluon, mma_v2
