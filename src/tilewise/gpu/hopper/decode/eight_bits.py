@@ -10,9 +10,9 @@ wgmma reads its right factor from shared memory: writing float16 there takes mor
 has both factors in registers. Up to 16 rows, warpgroups work on alternate tiles; with up to 32, each works on
 all tiles for 16 of the rows. At the end of a split O and the sums of all warps are added.
 
-In tensors of 64 rows, row 16 w + r is row r of warp w. A product may add up its columns in any order, and O's
-columns may lie in any until the end. They are ordered so that a thread reads 16 bytes side by side from shared
-memory, without bank conflicts. Thread 4 g + t of a warp is (g, t), as in mma's definition.
+In tensors of 64 rows, row 16 w + r is row r of warp w. A product may add up its columns in any order, and
+O's columns may lie in any until the end. They are ordered so that a thread reads 16 bytes side by side from
+shared memory, without bank conflicts. Thread 4 g + t of a warp is (g, t), as in mma's definition.
 
 No fence is needed: nothing here stores what wgmma or TMA reads. `release` waits for all warps of the role to
 have the slot in registers, before TMA may fill it again.
