@@ -11,6 +11,7 @@ from tilewise.gpu.hopper.common.softmax import (
     exp2,
     finite_or_zero,
     log2,
+    log2_parts,
     partial_sums,
     reciprocal,
 )
@@ -130,8 +131,11 @@ def store_lse(m, l, row, work, targets, sinks, sizes, factors, cfg: gl.constexpr
     if factors is None:  # 8-bit: the maximum is followed, so l is at most the number of keys
         lse = (m + log2(l)) * LN_2
     else:
-        lse, residual = exact_lse(m, l, factors, headroom)
-        gl.store(targets.residual + stat, residual, mask=inside & (targets.has_residual != 0))
+        whole, rest = log2_parts(l)
+        lse = (m + (whole + rest)) * LN_2
+        if targets.has_residual != 0:
+            lse, residual = exact_lse(m, l, factors, headroom)
+            gl.store(targets.residual + stat, residual, mask=inside)
     gl.store(targets.lse + stat, lse, mask=inside)
     return gl.where(l == 0.0, 0.0, factor * reciprocal(l))
 

@@ -134,15 +134,15 @@ def mma_role(
         if cfg.IS_CACHED:
             l += poison(work, tiles, sizes, cache, cfg)
         acc = gl.full([64, cfg.BLOCK_DV], 0.0, gl.float32, accumulator_layout(cfg.BLOCK_DV))  # O before 1 / l
-        follows = is_exact
-        if left >= MANY_TILES:
-            follows = gl.maximum(is_exact, is_steep(s, factors, cfg))
-        if cfg.FOLLOWS:
-            follows = 0 * left + 1
         p, m, l, watched, _, _, has_seen = softmax_step(
             W, s, m, l, watched, left, entry, words, 0 * left, slope, bias, row, tiles, 1, is_exact, work,
             sizes, factors, extras, dtype, cfg,
         )  # fmt: skip
+        follows = is_exact
+        if left >= MANY_TILES:
+            follows = gl.maximum(is_exact, is_steep(s, m, factors, cfg))
+        if cfg.FOLLOWS:
+            follows = 0 * left + 1
         entry = entry_at(gl.maximum(left - 1, 0), visits, all_tiles, mask, cfg)
         while left > 0:
             left -= 1
