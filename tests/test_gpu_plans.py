@@ -30,7 +30,7 @@ class Recorder:
     def start(self, launch):
         arguments = []
         self.alive.append(launch)
-        for argument in launch.arguments:
+        for argument in launch.fields:
             if gpu_plan.is_descriptor(argument):
                 arguments += encoded(argument)
             elif isinstance(argument, tuple):

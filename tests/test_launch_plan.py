@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import inspect
 import weakref
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 
 from tilewise.core.problem import Inputs, Options, describe
 from tilewise.gpu.launch import launch_plan as plan, plan as call_plan
+from tilewise.gpu.launch.entry import by_field, entry
 from tilewise.gpu.triton.arguments import Ragged, Rows
 
 
@@ -227,3 +231,49 @@ def test_pages_made_of_8_bits_have_a_launch_for_each_dtype(monkeypatch):
         problem, made = pages.dequantized(describe(inputs, Options()), inputs)
         assert made.key.dtype == made.value.dtype == dtype and not problem.is_quantized
     assert len(set(launched)) == 3
+
+
+@by_field
+class Lengths(NamedTuple):
+    rows: int
+    stride: Any
+    window: int | None
+
+
+class Scales(NamedTuple):
+    first: float
+    second: float
+
+
+def jit(do_not_specialize: list[str]):
+    """In place of Triton's."""
+    return lambda kernel: (kernel, do_not_specialize)
+
+
+@entry(jit)
+def answer_kernel(out, lengths: Lengths, scales: Scales, count: int, LAST: float):
+    """What the parameters hold."""
+    return out, lengths, lengths.rows, scales, count, LAST
+
+
+def test_a_kernel_is_given_the_fields_of_tuples():
+    kernel, integers = answer_kernel
+    names = ["out", "lengths_rows", "lengths_stride", "lengths_window", "scales", "count", "LAST"]
+    assert list(inspect.signature(kernel).parameters) == names
+    assert integers == ["lengths_rows", "lengths_window", "count"]  # a stride is specialized on
+    given = ("out", Lengths(3, 4, None), Scales(0.5, 2.0), 7, 1.0)
+    assert plan.Launch(kernel, 1, given, 4).fields == ["out", 3, 4, None, Scales(0.5, 2.0), 7, 1.0]
+    out, lengths, *rest = kernel(*plan.Launch(kernel, 1, given, 4).fields)
+    assert isinstance(lengths, Lengths) and (out, lengths, *rest) == (*given[:2], 3, *given[2:])
+
+
+def test_a_kernel_lies_where_it_is_written():
+    kernel, _ = answer_kernel
+    lines, first = inspect.getsourcelines(kernel)
+    own = Path(__file__).read_text().splitlines(keepends=True)
+    assert (
+        lines[-1]
+        == own[first + len(lines) - 2]
+        == "    return out, lengths, lengths.rows, scales, count, LAST\n"
+    )
+    assert kernel.__doc__ == "What the parameters hold." and kernel.__module__ == __name__

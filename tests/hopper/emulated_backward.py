@@ -21,7 +21,7 @@ from tilewise.core.plan import Results
 from tilewise.core.problem import Inputs, Options
 from tilewise.gpu.hopper import plan
 from tilewise.gpu.hopper.backward import launch as backward_launch, slim as backward_slim
-from tilewise.gpu.hopper.backward.arguments import LARGE_LSE
+from tilewise.gpu.hopper.backward.arguments import LARGE_LSE, FinishSizes, RowSizes, Splits
 from tilewise.gpu.hopper.common import biases, functions, host
 from tilewise.gpu.hopper.common.host import LOG2_E
 from tilewise.gpu.launch import launch_plan
@@ -260,11 +260,12 @@ def start(launched: launch_plan.Launch) -> None:
 
 def prepare(
     out: Any, do: Any, lse: Any, residual: Any, dlse: None, stats: Any, shifts: Any, semaphores: Any,
-    cu_seqlens_q: Any, *rest: Any,
+    cu_seqlens_q: Any, sizes: RowSizes, scale: float, keep: float | None, *constants: Any,
 ) -> None:  # fmt: skip
     """What attn_bwd_prepare_kernel writes."""
-    tiles_q, num_heads, seqlen_q, _, _, scale, keep, *_, block, has_large, _ = rest[6:]  # strides before
-    delta = (out.double() * do.double()).sum(-1).transpose(-1, -2) * (keep or 1.0)
+    *_, block, has_large, _ = constants
+    tiles_q, num_heads, seqlen_q, *_ = sizes
+    delta = (out[0].double() * do[0].double()).sum(-1).transpose(-1, -2) * (keep or 1.0)
     rows_of_stats = stats.shape[1] // block
     rows = torch.zeros(4, stats.shape[0] // (num_heads * tiles_q), num_heads, tiles_q * block).double()
     rows[0] = float("inf")
@@ -286,18 +287,22 @@ def prepare(
         semaphores.zero_()
 
 
-def finish(sums: Any, semaphores: Any, first_tile: Any, dq: Any, cu_seqlens_q: Any, *rest: Any) -> None:
+def finish(
+    sums: Any, semaphores: Any, first_tile: Any, dq: Any, cu_seqlens_q: Any, scale: float, sizes: FinishSizes,
+    dk: Any, dv: Any, splits: Splits, dim: int, dim_v: int, columns: int, block: int, is_early: bool,
+    is_evenly_split: bool,
+) -> None:  # fmt: skip
     """What attn_bwd_finish_kernel writes, and what it waits for."""
-    scale, tiles_q, num_heads, seqlen_q, batch, group_size, key_tiles, num_tiles, *splits = rest[3:]
-    *splits, _, dim, dim_v, columns, block, is_early, is_evenly_split = splits
+    tiles_q, num_heads, seqlen_q, batch, seqlen_k, group_size, key_tiles, num_tiles, _ = sizes
     slots = num_heads * (batch if cu_seqlens_q is None else 1)
     assert num_tiles == slots * tiles_q
     claims, ends = semaphores[:num_tiles], semaphores[num_tiles:][: slots // group_size]
     key_tiles = key_tiles if first_tile is None else int(first_tile[-1])
     shares = torch.full_like(ends, key_tiles if is_early else 0)
-    if splits[2] is not None:
+    if splits.sums is not None:
         steps = 0 if is_evenly_split else tiles_q * group_size
-        finish_keys(*splits, key_tiles, num_heads // group_size, steps, dim, dim_v, columns, shares)
+        keys = (dk, dv, splits.sums, seqlen_k, splits.border, splits.unit, key_tiles)
+        finish_keys(*keys, num_heads // group_size, steps, dim, dim_v, columns, shares)
     assert (ends == shares).all()
     sums.view(len(claims), -1)[claims == 0] = 0  # whoever comes first stores
     parts = in_rows(sums, 64)
@@ -306,9 +311,8 @@ def finish(sums: Any, semaphores: Any, first_tile: Any, dq: Any, cu_seqlens_q: A
         rows = parts.view(-1, 2, 64, 64).transpose(1, 2)
     rows = rows.reshape(-1, num_heads, tiles_q * block, columns).transpose(1, 2) * scale
     starts = sequences(cu_seqlens_q, seqlen_q, block)
-    dq.copy_(
-        torch.cat([rows[:, t * block : t * block + b - a] for a, b, t in starts], 1)[..., :dim].view(dq.shape)
-    )
+    found = torch.cat([rows[:, t * block : t * block + b - a] for a, b, t in starts], 1)[..., :dim]
+    dq[0].copy_(found.view(dq[0].shape))
 
 
 def finish_keys(

@@ -613,7 +613,8 @@ def copy_bias(bias: torch.Tensor, padded: torch.Tensor, *rest: int) -> None:
 
 def _as_kernels_take(x: Any) -> Any:
     if isinstance(x, tuple):
-        return type(x)(*map(_as_kernels_take, x))
+        items = map(_as_kernels_take, x)
+        return type(x)(*items) if hasattr(x, "_fields") else tuple(items)
     return Pointer(x) if isinstance(x, torch.Tensor) else x
 
 
@@ -638,7 +639,7 @@ def start(launched: Any, num_programs: int) -> None:
     if launched.kernel.__name__ == "list_queries_kernel":
         list_queries(*launched.arguments[:-1])
         return
-    arguments = map(_as_kernels_take, launched.arguments)
+    arguments = map(_as_kernels_take, launched.fields)
     run_grid(launched.kernel, num_programs, *arguments, is_alone=launched.kernel.__name__ in ALONE)
 
 

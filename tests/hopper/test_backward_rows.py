@@ -5,12 +5,20 @@ from __future__ import annotations
 import itertools
 import math
 import os
+from typing import Any
 
 import pytest
 import torch
 
+from tilewise.gpu.hopper.backward.arguments import FinishSizes, RowSizes, Splits
+from tilewise.gpu.launch.entry import fields_of
+
 pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="needs TRITON_INTERPRET=1")
+
+
+def run(kernel: Any, programs: int, *arguments: Any) -> None:
+    kernel[(programs,)](*fields_of(arguments))
 
 
 @pytest.mark.sample(3)
@@ -31,10 +39,11 @@ def test_statistics_and_sums(block_m: int, block_d: int, dim: int, is_packed: bo
     stats = torch.full((slots, tiles_q, 2, block_m), math.nan)
     shifts = torch.full((slots, tiles_q, block_m), math.nan)
     semaphores = torch.full((slots * tiles_q + slots + 1,), -1, dtype=torch.int32)
-    sizes = (tiles_q, heads, total)
-    backward_rows.attn_bwd_prepare_kernel[(slots * tiles_q,)](
-        out, dout, lse, None, dlse, stats, shifts, semaphores, cu_seqlens, *strides, *strides, *sizes, total,
-        batch, 0.125, 1.0, dim, block_d, block_m, True, False,
+    sizes = RowSizes(tiles_q, heads, total, batch, total)
+    run(
+        backward_rows.attn_bwd_prepare_kernel, slots * tiles_q,
+        (out, *strides), (dout, *strides), lse, None, dlse, stats, shifts, semaphores, cu_seqlens, sizes,
+        0.125, 1.0, dim, block_d, block_m, True, False,
     )  # fmt: skip
     assert (semaphores == 0).all()
     assert (shifts == 0).all()
@@ -48,9 +57,11 @@ def test_statistics_and_sums(block_m: int, block_d: int, dim: int, is_packed: bo
     sums = registers.view(len(semaphores), -1, 1).where(was_written, math.nan).view_as(registers)
     key_tiles = torch.tensor([3] * (batch + 1), dtype=torch.int32)
     counters = torch.cat([semaphores, key_tiles[:1].expand(slots)])
-    backward_rows.attn_bwd_finish_kernel[(len(parts),)](
-        sums, counters, key_tiles if is_packed else None, dq, cu_seqlens, *strides, 0.5, *sizes, batch,
-        1, 3, len(semaphores), None, None, None, 0, 0, 0, 0, dim, dim, block_d, block_m, False, False,
+    run(
+        backward_rows.attn_bwd_finish_kernel, len(parts),
+        sums, counters, key_tiles if is_packed else None, (dq, *strides), cu_seqlens, 0.5,
+        FinishSizes(tiles_q, heads, total, batch, 0, 1, 3, len(semaphores), 0),
+        None, None, Splits(0, 0, None), dim, dim, block_d, block_m, False, False,
     )  # fmt: skip
 
     delta = (out * dout).sum(-1).transpose(-1, -2) - dlse
@@ -84,10 +95,11 @@ def test_two_floats_have_a_large_lse(largest: float, has_own_shifts: bool):
     residual = torch.where(lse.isfinite(), lse * 2**-25, 0)
     stats = torch.full((tiles, 2 if has_own_shifts else 4, block_m), math.nan)
     shifts = torch.full((tiles, block_m), math.nan)
-    backward_rows.attn_bwd_prepare_kernel[(tiles,)](
-        out, dout, lse, residual, None, stats, shifts if has_own_shifts else None, None, None,
-        *out.stride()[:3], *out.stride()[:3], tiles, 1, total, total, 1, scale, 1.0, 64, 64, block_m, True,
-        False,
+    rows = [(t, *t.stride()[:3]) for t in (out, dout)]
+    run(
+        backward_rows.attn_bwd_prepare_kernel, tiles,
+        *rows, lse, residual, None, stats, shifts if has_own_shifts else None, None, None,
+        RowSizes(tiles, 1, total, 1, total), scale, 1.0, 64, 64, block_m, True, False,
     )  # fmt: skip
     shift, low = (shifts if has_own_shifts else stats[:, 2]).flatten()[:total], stats[:, 0].flatten()[:total]
     is_large = torch.arange(total) // block_m == 1
@@ -132,10 +144,12 @@ def test_keys_in_pieces(block_d: int, dim: int, dim_v: int, is_evenly_split: boo
                 exact[start // (unit if is_evenly_split else steps)] += splits[number]
         sums = splits.view(-1, 4, 4, 2, 8, block_d // 8, 4, 2).permute(0, 1, 5, 2, 4, 6, 3, 7).contiguous()
         dk, dv = (torch.full((batch, seqlen_k, kv_heads, d), math.nan) for d in (dim, dim_v))
-        backward_rows.attn_bwd_finish_kernel[(len(shared) * block_d // 4,)](
-            None, None, None, None, None, 0, 0, 0, 0.5, tiles_q, kv_heads * group_size, 0, batch, group_size,
-            key_tiles, 0, dk, dv, sums, seqlen_k, border, unit, 0, dim, dim_v, block_d, 64, False,
-            is_evenly_split,
+        lengths = (0, batch, seqlen_k)
+        run(
+            backward_rows.attn_bwd_finish_kernel, len(shared) * block_d // 4,
+            None, None, None, (None, 0, 0, 0), None, 0.5,
+            FinishSizes(tiles_q, kv_heads * group_size, *lengths, group_size, key_tiles, 0, 0),
+            dk, dv, Splits(border, unit, sums), dim, dim_v, block_d, 64, False, is_evenly_split,
         )  # fmt: skip
         for slot, tile in order:
             rows = min(128, seqlen_k - tile * 128)
@@ -162,9 +176,11 @@ def test_dq_that_holds_pieces_is_written_after_they_are_merged():
     sums = torch.arange(2.0 * num_tiles).repeat_interleave(4096)
     semaphores = torch.ones(num_tiles + batch * heads + 1, dtype=torch.int32)
     semaphores[-1] = 0
-    backward_rows.attn_bwd_finish_kernel[(2 * num_tiles + 2 * 16,)](
-        sums, semaphores, None, dq, None, *dq.stride()[:3], 0.5, tiles_q, heads, seqlen_q, batch, 1, 1,
-        num_tiles, dk, dv, splits, seqlen_k, batch * heads - 2, 1, 3, dim, dim, dim, 128, False, False,
+    run(
+        backward_rows.attn_bwd_finish_kernel, 2 * num_tiles + 2 * 16,
+        sums, semaphores, None, (dq, *dq.stride()[:3]), None, 0.5,
+        FinishSizes(tiles_q, heads, seqlen_q, batch, seqlen_k, 1, 1, num_tiles, 3),
+        dk, dv, Splits(batch * heads - 2, 1, splits), dim, dim, dim, 128, False, False,
     )  # fmt: skip
     part = torch.arange(2.0 * num_tiles).view(batch, heads, -1).repeat_interleave(64, -1)[..., :seqlen_q]
     assert torch.equal(dq, 0.5 * part.transpose(1, 2)[..., None].expand(dq.shape))

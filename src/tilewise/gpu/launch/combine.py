@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tilewise.gpu.launch.entry import by_field, entry
 from tilewise.gpu.launch.launch_plan import Launch, Tensors, run
 
 MOST = 6  # operands of a launch
@@ -53,8 +54,8 @@ def _launch(problem: tuple[int, int, tuple[int, int]], tensors: Tensors, count: 
     blocks = triton.cdiv(stop - start, BLOCK_T)
     arguments = (
         _pointers(target, lse),
-        *(_pointers(*rest[n : n + 2]) for n in range(0, 2 * MOST, 2)),
-        *(start, stop, *(row for span in spans for row in span), heads, blocks),
+        *(Part(_pointers(*rest[2 * n : 2 * n + 2]), *span) for n, span in enumerate(spans)),
+        *(start, stop, heads, blocks),
         *(dim, BLOCK_T, triton.next_power_of_2(dim), count),
     )
     return Launch(combine_kernel, batch * heads * blocks, arguments, 4)
@@ -72,6 +73,15 @@ class Pointers(NamedTuple):
     lse_stride_head: int
 
 
+@by_field
+class Part(NamedTuple):
+    """One of what is summed: it has rows `start` to `stop` of the target's."""
+
+    rows: Pointers
+    start: int
+    stop: int
+
+
 def _pointers(out: Tensor | None, lse: Tensor | None) -> Pointers:
     assert out is not None
     batch, token, head, _ = out.stride()
@@ -79,19 +89,14 @@ def _pointers(out: Tensor | None, lse: Tensor | None) -> Pointers:
     return Pointers(out, batch, token, head, lse, lse_batch, lse_head)
 
 
-_ROWS = [f"{name}_{end}" for name in "abcdef" for end in ("start", "stop")]
-
-
-@triton.jit(do_not_specialize=["start", "stop", *_ROWS, "heads", "blocks"])
+@entry(triton.jit)
 def combine_kernel(
-    target, a, b, c, d, e, f, start, stop,
-    a_start, a_stop, b_start, b_stop, c_start, c_stop, d_start, d_stop, e_start, e_stop, f_start, f_stop,
-    heads, blocks, DIM: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, COUNT: tl.constexpr,
+    target, a: Part, b: Part, c: Part, d: Part, e: Part, f: Part,
+    start: int, stop: int, heads: int, blocks: int,
+    DIM: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, COUNT: tl.constexpr,
 ):  # fmt: skip
     """Grid: (batch * heads * blocks,), blocks of BLOCK_T rows. Operands behind the first COUNT have none."""
     operands = (a, b, c, d, e, f)
-    starts = (a_start, b_start, c_start, d_start, e_start, f_start)
-    stops = (a_stop, b_stop, c_stop, d_stop, e_stop, f_stop)
     bh = tl.program_id(0) // blocks
     batch = (bh // heads).to(tl.int64)
     head = (bh % heads).to(tl.int64)
@@ -99,16 +104,16 @@ def combine_kernel(
     m = tl.full([BLOCK_T], float("-inf"), tl.float32)
     if target.lse is not None:
         for n in tl.static_range(COUNT):
-            exists = (row >= starts[n]) & (row < tl.minimum(stops[n], stop))
-            m = tl.maximum(m, load_lse(operands[n], batch, head, row - starts[n], exists))
+            exists = (row >= operands[n].start) & (row < tl.minimum(operands[n].stop, stop))
+            m = tl.maximum(m, load_lse(operands[n].rows, batch, head, row - operands[n].start, exists))
         m = tl.where(m == float("-inf"), 0.0, m)  # -inf - -inf would be NaN
     total = tl.zeros([BLOCK_T], tl.float32)
     out = tl.zeros([BLOCK_T, BLOCK_D], tl.float32)
     for n in tl.static_range(COUNT):
-        exists = (row >= starts[n]) & (row < tl.minimum(stops[n], stop))
-        rows = load_rows(operands[n], batch, head, row - starts[n], exists, DIM, BLOCK_D)
+        exists = (row >= operands[n].start) & (row < tl.minimum(operands[n].stop, stop))
+        rows = load_rows(operands[n].rows, batch, head, row - operands[n].start, exists, DIM, BLOCK_D)
         if target.lse is not None:
-            p = tl.exp(load_lse(operands[n], batch, head, row - starts[n], exists) - m)
+            p = tl.exp(load_lse(operands[n].rows, batch, head, row - operands[n].start, exists) - m)
             total += p
             rows = p[:, None] * rows
         out += rows

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from tilewise.core.fp8 import LARGEST, LEAST_EXPONENT
 from tilewise.core.problem import AttentionProblem, Inputs
+from tilewise.gpu.launch.entry import entry
 from tilewise.gpu.launch.launch_plan import Launch, Tensors, run
 
 BLOCK_ROWS = 16  # of a page at a time
@@ -47,30 +48,30 @@ def _launch(dtype: torch.dtype, tensors: Tensors) -> Launch:
     assert key is not None and value is not None and table is not None
     page_size, heads = key.shape[1:3]
     widths = [triton.next_power_of_2(t.shape[3]) for t in (key, value)]
-    strides = (*key.stride()[:3], *value.stride()[:3])
     arguments = (
-        *(key, value, key_scale, value_scale, table, lengths, *fresh),
-        *(*strides, len(key), table.shape[1], page_size, heads, key.shape[3], value.shape[3]),
+        *((key, *key.stride()[:3], key_scale), (value, *value.stride()[:3], value_scale)),
+        *(table, lengths, *fresh, len(key), table.shape[1], page_size, heads, key.shape[3], value.shape[3]),
         *(min(BLOCK_ROWS, triton.next_power_of_2(page_size)), *widths, max(1, BLOCK_COLUMNS // max(widths))),
     )
     return Launch(dequantize_kernel, table.numel(), arguments, 4)
 
 
-@triton.jit(do_not_specialize=["num_pages", "table_pages"])
+@entry(triton.jit)
 def dequantize_kernel(
-    key, value, key_scale, value_scale, table, lengths, new_key, new_value,
-    key_page, key_row, key_head, value_page, value_row, value_head, num_pages, table_pages, page_size, heads,
+    keys, values, table, lengths, new_key, new_value, num_pages: int, table_pages: int, page_size, heads,
     DIM: tl.constexpr, DIM_V: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, WIDTH_V: tl.constexpr,
     HEADS: tl.constexpr,
 ):  # fmt: skip
-    """One page of a sequence. Strides are in numbers."""
-    entry = tl.program_id(0)
-    first = entry % table_pages * page_size
-    if first < tl.load(lengths + entry // table_pages):
-        page = tl.load(table + entry).to(tl.int64)
+    """One page of a sequence. Keys and values: pages, strides of a page, a row and a head, and scales."""
+    key, key_page, key_row, key_head, key_scale = keys
+    value, value_page, value_row, value_head, value_scale = values
+    place = tl.program_id(0)
+    first = place % table_pages * page_size
+    if first < tl.load(lengths + place // table_pages):
+        page = tl.load(table + place).to(tl.int64)
         is_page = (page >= 0) & (page < num_pages)
         page = tl.where(is_page, page, 0)
-        start = entry.to(tl.int64) * page_size * heads
+        start = place.to(tl.int64) * page_size * heads
         for row in range(0, page_size, ROWS):
             _write(
                 key + page * key_page, key_row, key_head, key_scale + page * heads, new_key + start * DIM,
@@ -137,28 +138,34 @@ def _dense(t: Tensor) -> Tensor:
 
 
 def _write_launch(problem: None, tensors: Tensors) -> Launch:
-    key, value, _, _, new_key, new_value, slots, written, _ = tensors
+    key, value, key_scale, value_scale, new_key, new_value, slots, written, kept = tensors
     assert key is not None and new_key is not None and slots is not None and written is not None
     page_size, heads, dim = key.shape[1:]
     dim_v = 0 if value is None else value.shape[3]
     widths = [triton.next_power_of_2(d) for d in (dim, dim_v or 1)]
-    strides = (*new_key.stride()[:2], *((0, 0) if new_value is None else new_value.stride()[:2]))
+    new = ((t, *((0, 0) if t is None else t.stride()[:2])) for t in (new_key, new_value))
     arguments = (
-        *tensors,
-        *(*strides, len(slots), page_size, heads, dim, dim_v),
+        *((key, key_scale), (value, value_scale), *new, slots, written, kept),
+        *(len(slots), page_size, heads, dim, dim_v),
         *(max(1, min(4096 // max(widths), triton.next_power_of_2(page_size))), *widths, 1024),
     )
     return Launch(write_kernel, len(written), arguments, 4, programs_y=heads)
 
 
-@triton.jit(do_not_specialize=["tokens"])
+@entry(triton.jit)
 def write_kernel(
-    key, value, key_scale, value_scale, new_key, new_value, slots, written, kept,
-    key_token, key_head, value_token, value_head, tokens, page_size, heads,
+    keys, values, new_keys, new_values, slots, written, kept, tokens: int, page_size, heads,
     DIM: tl.constexpr, DIM_V: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, WIDTH_V: tl.constexpr,
     TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """One head of a written page. Strides are in numbers."""
+    """One head of a written page.
+
+    Keys and values: pages, and their scales; new ones: with strides of a token and a head.
+    """
+    key, key_scale = keys
+    value, value_scale = values
+    new_key, key_token, key_head = new_keys
+    new_value, value_token, value_head = new_values
     head = tl.program_id(1).to(tl.int64)
     page = tl.load(written + tl.program_id(0)).to(tl.int64)
     held = tl.load(kept + tl.program_id(0))

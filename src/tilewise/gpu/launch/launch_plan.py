@@ -22,6 +22,7 @@ from torch import Tensor
 from tilewise.core.plan import Results
 from tilewise.core.problem import AttentionProblem, Gradients
 from tilewise.core.signature import ALIGNMENT, stand_in
+from tilewise.gpu.launch.entry import fields_of
 from tilewise.gpu.launch.gpus import gpu_of
 from tilewise.gpu.launch.plan import (
     Again,
@@ -57,8 +58,8 @@ def is_interpreted() -> bool:
 class Launch(NamedTuple):
     """A kernel, how many programs of it, and its arguments in order.
 
-    Tensors may stand alone, one tuple deep, or as the base of a TMA descriptor. Those that are not the call's
-    are the library's own and must live on.
+    Tensors may stand alone, one tuple deep (two, if the outer one is `entry.by_field`), or as the base of a
+    TMA descriptor. Those that are not the call's are the library's own and must live on.
     """
 
     kernel: Any
@@ -69,6 +70,11 @@ class Launch(NamedTuple):
     maxnreg: int | None = None  # registers of a thread at most; of a warp-specialised kernel, at its start
     programs_y: int = 1  # second dimension of the grid
     launch_pdl: bool = False  # programmatic dependent launch: start before the kernel before has ended
+
+    @property
+    def fields(self) -> list[Any]:
+        """The arguments as the compiled kernel takes them."""
+        return fields_of(self.arguments)
 
     def options(self) -> dict[str, Any]:
         """Compiler options. Fused multiply-adds: the exponential's scale costs nothing."""
@@ -134,7 +140,7 @@ def _launch(problem: Any, step: Step, signatures: tuple[Any, ...]) -> None:
     if bound is not None:
         if len(_plans) >= MAX_PLANS:
             del _plans[next(iter(_plans))]
-        _plans[key] = LaunchPlan(bound, launch.arguments, aliases)
+        _plans[key] = LaunchPlan(bound, launch.fields, aliases)
 
 
 def find(problem: Any, step: Step) -> LaunchPlan | None:
@@ -162,11 +168,11 @@ def start(launch: Launch) -> Any:
         from tilewise.gpu.launch import launcher, triton_key
 
         triton_key.keep()
-        launcher.compile_only(launch.kernel, launch.arguments, launch.options())
+        launcher.compile_only(launch.kernel, launch.fields, launch.options())
         return None
     make_context_current()
     _use_kernel_folder()
-    return launch.kernel[(launch.programs, launch.programs_y)](*launch.arguments, **launch.options())
+    return launch.kernel[(launch.programs, launch.programs_y)](*launch.fields, **launch.options())
 
 
 @functools.cache

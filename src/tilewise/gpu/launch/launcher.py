@@ -107,7 +107,7 @@ def compiling_for(gpu: Gpu, listener: Callable[[Any], None]) -> Iterator[None]:
         driver._active = active
 
 
-def compile_only(kernel: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
+def compile_only(kernel: Any, arguments: list[Any], options: dict[str, Any]) -> None:
     """Compile what a launch with these arguments would start, which Triton specialises on in the same way."""
     compiled = kernel.warmup(*arguments, **options, grid=(1,))
     for listener in _listeners:

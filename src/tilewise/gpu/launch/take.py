@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tilewise.gpu.launch.entry import entry
 from tilewise.gpu.launch.launch_plan import Launch, Tensors, run
 
 MOST = 16  # sources
@@ -47,9 +48,9 @@ def _launch(problem: tuple[()], tensors: Tensors) -> Launch:
     return Launch(take_kernel, batch * blocks, arguments, NUM_WARPS)
 
 
-@triton.jit(do_not_specialize=["count", "blocks"])
+@entry(triton.jit)
 def take_kernel(
-    target, sources, source_row, source_batch, which, row, count, parts, blocks,
+    target, sources, source_row, source_batch, which, row, count: int, parts, blocks: int,
     WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, SOURCES: tl.constexpr,
 ):  # fmt: skip
     """Grid: (batch * blocks,), blocks of ROWS tokens and parts. Tensors come with their strides in elements.

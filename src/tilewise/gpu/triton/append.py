@@ -9,7 +9,7 @@ as `hopper.decode` does, and so does the attention behind it.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tilewise.core.device_errors import LENGTH, PAGE, error_flags
+from tilewise.gpu.launch.entry import by_field, entry
 from tilewise.gpu.launch.launch_plan import Launch, Tensors, run
 from tilewise.gpu.triton.call import has_pdl
 
@@ -63,23 +64,22 @@ def append(
 
 def _launch(is_interleaved: bool, tensors: Tensors) -> Launch:
     key, value, query, rotated, key_storage, value_storage, *token_tensors, cos, sin = tensors
-    table = Tokens(*token_tensors).page_table
+    tokens = Tokens(*token_tensors)
+    table = tokens.page_table
     assert key is not None and key_storage is not None
     new_tokens = key.shape[1] if key.ndim == 4 else 1
     blocks = [0 if t is None else triton.cdiv(t.shape[-2], BLOCK_H.value) for t in (query, key, value)]
     columns = max(16, *(triton.next_power_of_2(t.shape[-1]) for t in (key, query, value) if t is not None))
-    counts = Tokens(*token_tensors).arrivals is not None
+    counts = tokens.arrivals is not None
     is_whole = counts and new_tokens == 1 and sum(blocks) * columns <= WHOLE_TOKEN
+    entries, rows = key_storage.shape[:2]
+    table_rows, pages = 0 if cos is None else len(cos), 0 if table is None else table.shape[1]
+    read = (tokens.slots, tokens.positions, tokens.lengths, table, error_flags(key.device), cos, sin)
+    where = Where(*read, new_tokens, entries, rows, table_rows, pages)
     arguments = (
         *(_heads(t) for t in (query, key, value, rotated)),
         *(_flat(t) for t in (key_storage, value_storage)),
-        *(*token_tensors, cos, sin, error_flags(key.device)),
-        *(
-            new_tokens,
-            *key_storage.shape[:2],
-            0 if cos is None else len(cos),
-            0 if table is None else table.shape[1],
-        ),
+        *(where, tokens.new_lengths, tokens.arrivals),
         *blocks,
         columns,
         0 if cos is None else 2 * cos.shape[1],
@@ -114,29 +114,43 @@ def _flat(t: Tensor | None) -> Heads | None:
     return None if t is None else Heads(t, t.stride(1), 0, t.stride(2), *t.shape[-2:])
 
 
-@triton.jit(do_not_specialize=["new_tokens", "entries", "rows", "table_rows", "pages"])
+@by_field
+class Where(NamedTuple):
+    """What tells a token's slot and position: `Tokens`, in a kernel; and the tables of its rotation."""
+
+    slots: Any
+    positions: Any
+    lengths: Any
+    page_table: Any
+    errors: Any
+    cos: Any
+    sin: Any
+    new_tokens: int
+    entries: int  # of the storage
+    rows: int  # of an entry
+    table_rows: int
+    pages: int
+
+
+@entry(triton.jit)
 def append_kernel(
-    q, k, v, q_out, k_out, v_out, slots, positions, lengths, page_table, new_lengths, arrivals, cos, sin,
-    errors, new_tokens, entries, rows, table_rows, pages,
+    q, k, v, q_out, k_out, v_out, where: Where, new_lengths, arrivals,
     Q_BLOCKS: tl.constexpr, K_BLOCKS: tl.constexpr, V_BLOCKS: tl.constexpr, BLOCK_D: tl.constexpr,
     ROTARY_DIM: tl.constexpr, IS_INTERLEAVED: tl.constexpr, IS_EARLY: tl.constexpr, IS_WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (tokens * BLOCKS,). rows: of an entry of the storage, of which there are `entries`."""
+    """Grid: (tokens * BLOCKS,)."""
     BLOCKS: tl.constexpr = 1 if IS_WHOLE else Q_BLOCKS + K_BLOCKS + V_BLOCKS
     token = (tl.program_id(0) // BLOCKS).to(tl.int64)
     block = tl.program_id(0) % BLOCKS
-    b = token // new_tokens
-    n = token % new_tokens
+    b = token // where.new_tokens
+    n = token % where.new_tokens
     if IS_EARLY:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()  # until what the kernel before wrote can be read
-    where = Where(
-        slots, positions, lengths, page_table, errors, cos, sin, new_tokens, entries, rows, table_rows, pages
-    )
     held = 0
-    if lengths is not None and new_lengths is not None:
-        held = tl.load(lengths + b)
-    count = tl.where(held < 0, 0, new_tokens)  # a wrong length stays one
+    if where.lengths is not None and new_lengths is not None:
+        held = tl.load(where.lengths + b)
+    count = tl.where(held < 0, 0, where.new_tokens)  # a wrong length stays one
     if IS_WHOLE:
         move_token(
             q, k, v, q_out, k_out, v_out, where, b,
@@ -151,34 +165,17 @@ def append_kernel(
         if q is not None:
             block -= K_BLOCKS + V_BLOCKS
             move(q, q_out, where, b, n, block, False, BLOCK_D, ROTARY_DIM, IS_INTERLEAVED)
-    if lengths is not None and new_lengths is not None:
+    if where.lengths is not None and new_lengths is not None:
         if arrivals is not None:
             tl.debug_barrier()  # all threads have read the length that is to change
             if IS_WHOLE:
                 tl.store(new_lengths + b, held + count)
-            elif tl.atomic_add(arrivals + b, 1) == new_tokens * BLOCKS - 1:
+            elif tl.atomic_add(arrivals + b, 1) == where.new_tokens * BLOCKS - 1:
                 tl.store(arrivals + b, 0)
                 tl.store(new_lengths + b, held + count)
         else:
             if (n == 0) & (tl.program_id(0) % BLOCKS == 0):
                 tl.store(new_lengths + b, held + count)
-
-
-class Where(NamedTuple):
-    """What tells a token's slot and position: `Tokens`, in a kernel; and the tables of its rotation."""
-
-    slots: tl.tensor
-    positions: tl.tensor
-    lengths: tl.tensor
-    page_table: tl.tensor
-    errors: tl.tensor
-    cos: tl.tensor
-    sin: tl.tensor
-    new_tokens: tl.tensor
-    entries: tl.tensor
-    rows: tl.tensor  # of an entry
-    table_rows: tl.tensor
-    pages: tl.tensor
 
 
 @triton.jit

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from tilewise.gpu.functions.captured import Captured
+from tilewise.gpu.launch.entry import by_field
 
 # The backward keeps lse and delta in blocks of so many rows, a sequence's last one padded: no tile of
 # queries is larger, so their loads are aligned and need no mask.
@@ -24,12 +25,12 @@ class Rows(NamedTuple):
     stride_head: int
 
 
+@by_field
 class Source(NamedTuple):
     """A tensor that a loop reads tile by tile: by addresses, or as boxes that the GPU copies itself (TMA).
 
     The descriptors are of (1, rows, 1, columns) of a 4-D tensor, or of (1, 1, rows, columns) if heads come
-    before rows, for a tile's first chunk and its second; None where addresses serve. Built inside a kernel,
-    since a kernel takes no descriptors inside of tuples.
+    before rows, for a tile's first chunk and its second; None where addresses serve.
     """
 
     rows: Rows
@@ -68,11 +69,9 @@ class Visits(NamedTuple):
     factor: int
 
 
+@by_field
 class Extras(NamedTuple):
-    """Tensors that change scores or weights. None: absent from the compiled kernel.
-
-    Built inside a kernel: Triton 3.6 loses the constants of a tuple that is nested in an argument.
-    """
+    """Tensors that change scores or weights. None: absent from the compiled kernel."""
 
     mask: ScoreTensor | None
     bias: ScoreTensor | None
@@ -94,11 +93,9 @@ class Ragged(NamedTuple):
     errors: Any = None  # flags for wrong lengths and pages of a cache: see `tilewise.core.device_errors`
 
 
+@by_field
 class Sizes(NamedTuple):
-    """Integers that change from call to call. None: absent from the compiled kernel.
-
-    Built inside a kernel from plain arguments: only those can be exempt from specialization.
-    """
+    """Integers that change from call to call. None: absent from the compiled kernel."""
 
     batch: int
     num_heads: int
@@ -153,6 +150,7 @@ class KernelConfig:
     DROPOUT_STEP: int = 0  # 16 or 1: the seed has an origin, whose query and key are multiples of this
 
 
+@by_field
 class BiasSizes(NamedTuple):
     """Arguments of the dbias kernel: extents of the bias and of what it serves, and how that is split."""
 

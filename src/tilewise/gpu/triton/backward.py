@@ -19,6 +19,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from tilewise.gpu.launch.entry import entry
 from tilewise.gpu.triton.arguments import Extras, Sequence, Sizes, Source
 from tilewise.gpu.triton.loops import key_regions, query_regions, tile_loops, tile_start
 from tilewise.gpu.triton.primitives import (
@@ -55,12 +56,10 @@ from tilewise.gpu.triton.tiles import (
 )
 
 
-@triton.jit(do_not_specialize=Sizes._fields)
+@entry(triton.jit)
 def attn_bwd_prepare_kernel(
     out, do, lse_ptr, residual_ptr, dlse_ptr, shift_ptr, low_ptr, delta_ptr, dsinks_ptr,
-    ragged, sinks, factors,
-    batch, num_heads, seqlen_q, seqlen_k, stride_page_table, num_pages, window_left, window_right,
-    dropout_threshold, num_tiles, num_bh, l2_swizzle,
+    ragged, sinks, factors, sizes: Sizes,
     cfg: tl.constexpr,
 ):  # fmt: skip
     """One block of shift, low and delta of one head, and its share of dsinks (bh, tiles).
@@ -68,10 +67,6 @@ def attn_bwd_prepare_kernel(
     shift and low are such that `exponentials` gives 0 in rows that see nothing and in padding.
     """
     V: tl.constexpr = cfg.V
-    sizes = Sizes(
-        batch, num_heads, seqlen_q, seqlen_k, stride_page_table, num_pages, window_left, window_right,
-        dropout_threshold, num_tiles, num_bh, l2_swizzle,
-    )  # fmt: skip
     BLOCK_M: tl.constexpr = cfg.BLOCK_M
     let_next_kernel_start(cfg)
     tile, bh = program_tile(sizes, False)
@@ -109,13 +104,10 @@ def attn_bwd_prepare_kernel(
         tl.store(dsinks_ptr + part, tl.sum(dsink, 0))
 
 
-@triton.jit(do_not_specialize=Sizes._fields)
+@entry(triton.jit)
 def attn_bwd_dkdv_kernel(
-    q, k, v, do, dk, dv, desc_q, desc_q_rest, desc_do, desc_do_rest,
-    shift_ptr, low_ptr, delta_ptr, ragged, mask, bias, alibi, sinks, dropout_seed, captured, visits, factors,
-    batch, num_heads, seqlen_q, seqlen_k, stride_page_table, num_pages, window_left, window_right,
-    dropout_threshold, num_tiles, num_bh, l2_swizzle,
-    cfg: tl.constexpr,
+    q: Source, k, v, do: Source, dk, dv, shift_ptr, low_ptr, delta_ptr,
+    ragged, extras: Extras, factors, sizes: Sizes, cfg: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_N rows of dk and dv of one key head, summed over the query heads that share it.
 
@@ -123,13 +115,6 @@ def attn_bwd_dkdv_kernel(
     """
     QK: tl.constexpr = cfg.QK
     V: tl.constexpr = cfg.V
-    extras = Extras(mask, bias, alibi, sinks, dropout_seed, captured, visits)
-    q = Source(q, desc_q, desc_q_rest)
-    do = Source(do, desc_do, desc_do_rest)
-    sizes = Sizes(
-        batch, num_heads, seqlen_q, seqlen_k, stride_page_table, num_pages, window_left, window_right,
-        dropout_threshold, num_tiles, num_bh, l2_swizzle,
-    )  # fmt: skip
     BLOCK_N: tl.constexpr = cfg.BLOCK_N
     IS_SECOND: tl.constexpr = dk is None  # after dk's kernel, which has waited for the rows' statistics
     if not IS_SECOND:
@@ -222,24 +207,15 @@ def dkdv_step(
     return dk_acc, dv_acc
 
 
-@triton.jit(do_not_specialize=Sizes._fields)
+@entry(triton.jit)
 def attn_bwd_dq_kernel(
-    q, k, v, do, dq, dbias, dcaptured, desc_k, desc_k_rest, desc_v, desc_v_rest,
-    shift_ptr, low_ptr, delta_ptr, ragged, mask, bias, alibi, sinks, dropout_seed, captured, visits, factors,
-    batch, num_heads, seqlen_q, seqlen_k, stride_page_table, num_pages, window_left, window_right,
-    dropout_threshold, num_tiles, num_bh, l2_swizzle,
+    q, k: Source, v: Source, do, dq, dbias, dcaptured, shift_ptr, low_ptr, delta_ptr,
+    ragged, extras: Extras, factors, sizes: Sizes,
     cfg: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_M rows of dq of one head, and of dbias unless that is None: zeros where nothing is visible."""
     QK: tl.constexpr = cfg.QK
     V: tl.constexpr = cfg.V
-    extras = Extras(mask, bias, alibi, sinks, dropout_seed, captured, visits)
-    k = Source(k, desc_k, desc_k_rest)
-    v = Source(v, desc_v, desc_v_rest)
-    sizes = Sizes(
-        batch, num_heads, seqlen_q, seqlen_k, stride_page_table, num_pages, window_left, window_right,
-        dropout_threshold, num_tiles, num_bh, l2_swizzle,
-    )  # fmt: skip
     BLOCK_M: tl.constexpr = cfg.BLOCK_M
     let_next_kernel_start(cfg)
     i0, q_start, k_start, seq = query_tile(sizes, ragged, BLOCK_M)

@@ -26,6 +26,7 @@ from tilewise.gpu.triton.arguments import (
     ScoreTensor,
     Sizes,
     Slopes,
+    Source,
     Visits,
 )
 from tilewise.gpu.triton.tuning_table import DecodeTile, KernelTile, kernel_tile
@@ -139,13 +140,13 @@ class Call:
         strides = t.stride() if 1 not in t.shape else _canonical_strides(t)
         return Rows(t, 0, strides[0], strides[1]) if t.ndim == 3 else Rows(t, *strides[:3])
 
-    def descriptors(
-        self, tensors: tuple[Tensor | None, ...], num_rows: int, has_tma: bool, is_left_shared: bool = False
-    ) -> list[Any]:
-        """TMA descriptors of both chunks of each tensor's tiles, None where addresses serve."""
+    def source(
+        self, t: Tensor | None, num_rows: int = 0, has_tma: bool = False, is_left_shared: bool = False
+    ) -> Source:
+        """A tensor that a loop reads in tiles of num_rows, by TMA if it can be."""
         if not (has_tma and can_tma(self.problem)):
-            return [None] * 2 * len(tensors)
-        return [d for t in tensors for d in _descriptors(t, num_rows, is_left_shared)]
+            return Source(self.rows(t), None, None)
+        return Source(self.rows(t), *_descriptors(t, num_rows, is_left_shared))
 
     def ragged(self) -> Any:
         i = self.inputs
@@ -226,7 +227,7 @@ class Call:
         if by_key:
             tiles, looped = looped, tiles
             bh, l2_swizzle = self.bh_k, self.l2_swizzle(self.seqlen_q, group_size)
-        rest = self.ragged(), *self.extras(tiles, looped), self.factors(), *self.sizes(tiles, bh, l2_swizzle)
+        rest = self.ragged(), self.extras(tiles, looped), self.factors(), self.sizes(tiles, bh, l2_swizzle)
         return self.launch(kernel, tile, tiles * bh, (*arguments, *rest), is_early)
 
     def launch(

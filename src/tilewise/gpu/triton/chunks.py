@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tilewise.gpu.launch.entry import entry
 from tilewise.gpu.launch.launch_plan import Launch, Tensors, run
 from tilewise.gpu.triton.call import has_pdl
 
@@ -87,10 +88,10 @@ def _few_launch(cut: Cut, tensors: Tensors) -> Launch:
     return Launch(few_queries_kernel, len(rows), arguments, 4, launch_pdl=is_early)
 
 
-@triton.jit(do_not_specialize=["batch", "columns", "seqlen_q", "chunk", "page", "parts", "width"])
+@entry(triton.jit)
 def few_queries_kernel(
     seqlens_k, leftpad_k, page_table, rows, counts, leftpads, is_second,
-    batch, columns, seqlen_q, chunk, page, parts, width,
+    batch: int, columns: int, seqlen_q: int, chunk: int, page: int, parts: int, width: int,
     BLOCK: tl.constexpr, BLOCK_Q: tl.constexpr, IS_EARLY: tl.constexpr,
 ):  # fmt: skip
     """Grid: (pieces,). columns: pages of a sequence, of size `page`."""
@@ -147,9 +148,9 @@ def bounds(cu_seqlens_q, cu_seqlens_k, b, batch, chunk):
     return start_q, seqlen_q, start_k, seqlen_k, first, (seqlen_k + chunk - 1) // chunk
 
 
-@triton.jit(do_not_specialize=["batch", "chunk"])
+@entry(triton.jit)
 def packed_starts_kernel(
-    cu_seqlens_q, cu_seqlens_k, starts_q, starts_k, batch, chunk,
+    cu_seqlens_q, cu_seqlens_k, starts_q, starts_k, batch: int, chunk: int,
     BLOCK_B: tl.constexpr, IS_EARLY: tl.constexpr,
 ):  # fmt: skip
     """Grid: (pieces + 1,). A piece's sequence is the number of those whose pieces all come before it."""

@@ -21,6 +21,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from tilewise.gpu.launch.entry import entry
 from tilewise.gpu.triton.arguments import Extras, Sequence, Sizes
 from tilewise.gpu.triton.primitives import (
     exact_lse,
@@ -155,23 +156,16 @@ def store_split(partial, partial_m, partial_l, split, exists, acc, m, l, cfg: tl
     tl.store(ptrs, acc * tl.expand_dims(1.0 / tl.where(l == 0.0, 1.0, l), COLUMNS), mask=mask)
 
 
-@triton.jit(do_not_specialize=(*Sizes._fields, "segments", "workers"))
+@entry(triton.jit)
 def attn_decode_kernel(
-    q, k, v, partial, partial_m, partial_l, ragged, scales, mask, bias, alibi, factors,
-    batch, num_heads, seqlen_q, seqlen_k, stride_page_table, num_pages, window_left, window_right,
-    dropout_threshold, num_tiles, num_bh, l2_swizzle, segments, workers,
-    cfg: tl.constexpr,
+    q, k, v, partial, partial_m, partial_l, ragged, scales, extras: Extras, factors, sizes: Sizes,
+    segments: int, workers: int, cfg: tl.constexpr,
 ):  # fmt: skip
     """One worker's share of the schedule. Grid: (workers,).
 
     segments: of each sequence, its key heads times the tiles of rows that one has.
     partial: float32 [splits, ROWS, head_dim_v]; partial_m and partial_l: [splits, ROWS].
     """
-    extras = Extras(mask, bias, alibi, None, None, None, None)
-    sizes = Sizes(
-        batch, num_heads, seqlen_q, seqlen_k, stride_page_table, num_pages, window_left, window_right,
-        dropout_threshold, num_tiles, num_bh, l2_swizzle,
-    )  # fmt: skip
     QK: tl.constexpr = cfg.QK
     BLOCK_M: tl.constexpr = cfg.BLOCK_M
     BLOCK_DV: tl.constexpr = cfg.V.FIRST
@@ -222,21 +216,15 @@ def attn_decode_kernel(
         unit += count
 
 
-@triton.jit(do_not_specialize=(*Sizes._fields, "segments", "workers"))
+@entry(triton.jit)
 def attn_decode_merge_kernel(
-    partial, partial_m, partial_l, out, lse_ptr, residual_ptr, ragged, sinks, factors,
-    batch, num_heads, seqlen_q, seqlen_k, stride_page_table, num_pages, window_left, window_right,
-    dropout_threshold, num_tiles, num_bh, l2_swizzle, segments, workers,
-    MERGE_ROWS: tl.constexpr, MERGE_SPLITS: tl.constexpr, cfg: tl.constexpr,
+    partial, partial_m, partial_l, out, lse_ptr, residual_ptr, ragged, sinks, factors, sizes: Sizes,
+    segments: int, workers: int, MERGE_ROWS: tl.constexpr, MERGE_SPLITS: tl.constexpr, cfg: tl.constexpr,
 ):  # fmt: skip
     """out, lse and, unless that is None, residual of MERGE_ROWS rows of a segment.
 
     Grid: (segments of all, tiles of rows).
     """
-    sizes = Sizes(
-        batch, num_heads, seqlen_q, seqlen_k, stride_page_table, num_pages, window_left, window_right,
-        dropout_threshold, num_tiles, num_bh, l2_swizzle,
-    )  # fmt: skip
     BLOCK_DV: tl.constexpr = cfg.V.FIRST
     row_tiles = tl.cdiv(sizes.seqlen_q * cfg.GROUP_SIZE, cfg.BLOCK_M)
     let_next_kernel_start(cfg)

@@ -16,6 +16,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from tilewise.gpu.launch.entry import entry
 from tilewise.gpu.triton.arguments import Extras, Sizes, Source
 from tilewise.gpu.triton.loops import key_regions, tile_loops, tile_start
 from tilewise.gpu.triton.primitives import (
@@ -42,24 +43,14 @@ from tilewise.gpu.triton.tiles import (
 )
 
 
-@triton.jit(do_not_specialize=Sizes._fields)
+@entry(triton.jit)
 def attn_fwd_kernel(
-    q, k, v, out, desc_k, desc_k_rest, desc_v, desc_v_rest,
-    lse_ptr, residual_ptr, ragged, mask, bias, alibi, sinks, dropout_seed, captured, visits, factors,
-    batch, num_heads, seqlen_q, seqlen_k, stride_page_table, num_pages, window_left, window_right,
-    dropout_threshold, num_tiles, num_bh, l2_swizzle,
+    q, k: Source, v: Source, out, lse_ptr, residual_ptr, ragged, extras: Extras, factors, sizes: Sizes,
     cfg: tl.constexpr,
 ):  # fmt: skip
     """Rows of out, lse and, unless that is None, residual. Grid: (tiles * bh,), see `program_tile`."""
     QK: tl.constexpr = cfg.QK
     V: tl.constexpr = cfg.V
-    extras = Extras(mask, bias, alibi, sinks, dropout_seed, captured, visits)
-    k = Source(k, desc_k, desc_k_rest)
-    v = Source(v, desc_v, desc_v_rest)
-    sizes = Sizes(
-        batch, num_heads, seqlen_q, seqlen_k, stride_page_table, num_pages, window_left, window_right,
-        dropout_threshold, num_tiles, num_bh, l2_swizzle,
-    )  # fmt: skip
     BLOCK_M: tl.constexpr = cfg.BLOCK_M
     BLOCK_N: tl.constexpr = cfg.BLOCK_N
     i0, q_start, k_start, seq = query_tile(sizes, ragged, BLOCK_M)

@@ -92,9 +92,9 @@ def forward_launch(problem: AttentionProblem, tensors: Tensors, tile: KernelTile
     call = Call(problem, tensors)
     tile = tile or _forward_tile(call)
     arguments = (
-        *map(call.rows, (*call.inputs[:3], call.results.out)),
-        *call.descriptors(call.inputs[1:3], tile.block_n, tile.has_tma),
-        *(call.results.lse, call.results.residual),
+        call.rows(call.inputs.query),
+        *(call.source(t, tile.block_n, tile.has_tma) for t in call.inputs[1:3]),
+        *(call.rows(call.results.out), call.results.lse, call.results.residual),
     )
     return call.launch_tiled(attn_fwd_kernel, tile, arguments)
 
@@ -230,7 +230,7 @@ def _prepare_launch(problem: AttentionProblem, tensors: Tensors) -> Launch:
         call.ragged(),
         call.inputs.sinks,
         call.factors(),
-        *call.sizes(blocks, call.bh_q, call.bh_q),
+        call.sizes(blocks, call.bh_q, call.bh_q),
     )
     return call.launch(attn_bwd_prepare_kernel, tile, blocks * call.bh_q, arguments)
 
@@ -241,9 +241,10 @@ def _dkdv_launch(problem: AttentionProblem, tensors: Tensors, tile: KernelTile |
     call = Call(problem, tensors)
     r, tile = call.results, tile or call.tile("dkdv")
     arguments = (
-        *map(call.rows, (*call.inputs[:3], r.dout, r.dk, r.dv)),
-        *call.descriptors((call.inputs.query, r.dout), tile.block_m, tile.has_tma),
-        *(r.shift, r.low, r.delta),
+        call.source(call.inputs.query, tile.block_m, tile.has_tma),
+        *map(call.rows, call.inputs[1:3]),
+        call.source(r.dout, tile.block_m, tile.has_tma),
+        *(*map(call.rows, (r.dk, r.dv)), r.shift, r.low, r.delta),
     )
     return call.launch_tiled(attn_bwd_dkdv_kernel, tile, arguments, by_key=True, is_early=True)
 
@@ -255,10 +256,11 @@ def _dq_launch(problem: AttentionProblem, tensors: Tensors, tile: KernelTile | N
     call = Call(problem, tensors, wanted)
     r, tile = call.results, tile or call.tile("dq")
     arguments = (
-        *map(call.rows, (*call.inputs[:3], r.dout, r.dq)),
+        call.rows(call.inputs.query),
+        *(call.source(t, tile.block_n, tile.has_tma) for t in call.inputs[1:3]),
+        *map(call.rows, (r.dout, r.dq)),
         None if r.dbias is None else ScoreTensor(r.dbias, *r.dbias.stride()),
         r.dcaptured if wanted else None,
-        *call.descriptors(call.inputs[1:3], tile.block_n, tile.has_tma),
         *(r.shift, r.low, r.delta),
     )
     return call.launch_tiled(attn_bwd_dq_kernel, tile, arguments, is_early=True)

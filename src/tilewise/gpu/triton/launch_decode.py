@@ -132,9 +132,9 @@ def _decode_launch(problem: AttentionProblem, tensors: Tensors, cuts: Cuts) -> L
         *splits,
         call.ragged(),
         (call.inputs.key_scale, call.inputs.value_scale),
-        *call.extras()[:3],
+        call.extras()._replace(sinks=None),  # those are merged
         call.factors(),
-        *call.sizes(),
+        call.sizes(),
         *(cuts.segments, cuts.workers, cfg),
     )
     resources = (tile.num_warps, tile.num_stages)
@@ -156,7 +156,7 @@ def _merge_launch(problem: AttentionProblem, tensors: Tensors, cuts: Cuts) -> La
         call.ragged(),
         call.inputs.sinks,
         call.factors(),
-        *call.sizes(),
+        call.sizes(),
         *(cuts.segments, cuts.workers),
         *(rows, max(1, MERGE_ELEMENTS // (rows * cfg.V.FIRST)), cfg),
     )

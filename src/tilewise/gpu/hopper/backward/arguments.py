@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 from tilewise.gpu.hopper.common.arguments import KernelConfig, StreamConfig
+from tilewise.gpu.launch.entry import by_field
 
 MOST_SOFTCAP = 1000.0  # that keeps lse so small that 16-bit weights need no shift
 LARGE_LSE = 44.0  # 64 in units of log2; up to here a float has it to 2^-18
@@ -54,19 +55,20 @@ class BackwardConfig(KernelConfig):
         return self.IS_SPLIT and self.HAS_RIGHT
 
 
+@by_field
 class BackwardSizes(NamedTuple):
-    """Integers that change from call to call, built inside a kernel."""
+    """Integers that change from call to call."""
 
-    batch: Any
-    seqlen_q: Any
-    seqlen_k: Any
-    group_size: Any  # query heads that share one key head
-    num_bh: Any  # (batch, key head) pairs, or key heads if packed
-    num_tiles: Any  # key tiles of a (batch, key head); packed: not used
-    l2_swizzle: Any  # (batch, key head) pairs whose tiles are interleaved, those with most to do first
-    tiles_q: Any  # query tiles of a query head in the scratch tensors
-    window_left: Any
-    window_right: Any
+    batch: int
+    seqlen_q: int
+    seqlen_k: int
+    group_size: int  # query heads that share one key head
+    num_bh: int  # (batch, key head) pairs, or key heads if packed
+    num_tiles: int  # key tiles of a (batch, key head); packed: not used
+    l2_swizzle: int  # (batch, key head) pairs whose tiles are interleaved, those with most to do first
+    tiles_q: int  # query tiles of a query head in the scratch tensors
+    window_left: int
+    window_right: int
 
 
 class Division(NamedTuple):
@@ -79,12 +81,39 @@ class Division(NamedTuple):
     unit: int = 1
 
 
+@by_field
 class Splits(NamedTuple):
     """Which tiles of keys several CTAs share, where IS_SPLIT: see `splits`."""
 
-    border: Any  # tiles of keys from this one on; causal, those before it
-    unit: Any  # steps of a unit: query tiles, of all heads of a group; causal, splits of a tile
+    border: int  # tiles of keys from this one on; causal, those before it
+    unit: int  # steps of a unit: query tiles, of all heads of a group; causal, splits of a tile
     sums: Any  # float32 (splits, 2 warpgroups, dK and dV, 64 * BLOCK_D), in the order of registers
+
+
+@by_field
+class RowSizes(NamedTuple):
+    """Integers of `rows.attn_bwd_prepare_kernel`."""
+
+    tiles_q: int
+    num_heads: int
+    seqlen_q: int
+    batch: int
+    total_q: int  # rows of lse's heads
+
+
+@by_field
+class FinishSizes(NamedTuple):
+    """Integers of `rows.attn_bwd_finish_kernel`."""
+
+    tiles_q: int
+    num_heads: int
+    seqlen_q: int
+    batch: int
+    seqlen_k: int
+    group_size: int
+    key_tiles: int  # of a key head; packed: not used
+    num_tiles: int  # query tiles of all heads
+    late: int  # of each head: see `launch.late_tiles`
 
 
 class ScoreFactors(NamedTuple):

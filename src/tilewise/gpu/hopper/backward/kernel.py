@@ -68,6 +68,7 @@ from tilewise.gpu.hopper.common.layouts import accumulator_layout, operand_layou
 from tilewise.gpu.hopper.common.products import product
 from tilewise.gpu.hopper.common.scheduler import receive
 from tilewise.gpu.hopper.mask.steps import head_and_tile, load_step_bits, step_entry, walk_of
+from tilewise.gpu.launch.entry import entry
 
 
 @gluon.jit
@@ -293,34 +294,13 @@ def store_keys(W: gl.constexpr, dk, dv, keys, zero, row_coords, dk_desc, dv_desc
     store_tile(dv_desc, row_coords, dv_buffer)
 
 
-EXTRA_INTEGERS = ("dropout_addend", "dropout_either", "slopes_stride", "bias_batch", "bias_head", "bias_row")
-MASK_STRIDES = ("list_batch", "list_head", "mask_stride_batch", "mask_stride_head", "mask_stride_tile")
-
-
-@gluon.jit(do_not_specialize=[*BackwardSizes._fields, "border", "unit", *MASK_STRIDES, *EXTRA_INTEGERS])
+@entry(gluon.jit)
 def attn_bwd_kernel(
     q_desc, k_desc, v_desc, do_desc, dq_desc, dk_desc, dv_desc, stats_desc, shifts, semaphores,
-    packing, counter,
-    batch, seqlen_q, seqlen_k, group_size, num_bh, num_tiles, l2_swizzle, tiles_q,
-    window_left, window_right, factors,
-    border, unit, key_sums, mask_lists, mask_bits, list_batch, list_head,
-    mask_stride_batch, mask_stride_head, mask_stride_tile,
-    dropout_seed, dropout_addend, dropout_either, inverse_keep, slopes, slopes_stride,
-    bias, bias_batch, bias_head, bias_row, captured, score_unit, cfg: gl.constexpr,
+    packing, counter, sizes: BackwardSizes, factors, splits: Splits, mask: TransposedMap, extras: Extras,
+    cfg: gl.constexpr,
 ):  # fmt: skip
-    """dK and dV of every key tile, and dQ / scale summed in float32; integers: `BackwardSizes`, `Splits`."""
-    sizes = BackwardSizes(
-        batch, seqlen_q, seqlen_k, group_size, num_bh, num_tiles, l2_swizzle, tiles_q,
-        window_left, window_right,
-    )  # fmt: skip
-    splits = Splits(border, unit, key_sums)
-    extras = Extras(
-        dropout_seed, dropout_addend, dropout_either, inverse_keep, slopes, slopes_stride,
-        bias, bias_batch, bias_head, bias_row, captured, score_unit,
-    )  # fmt: skip
-    mask = TransposedMap(
-        mask_lists, mask_bits, list_batch, list_head, mask_stride_batch, mask_stride_head, mask_stride_tile
-    )
+    """dK and dV of every key tile, and dQ / scale summed in float32."""
     ch = make_channels(q_desc, v_desc, dq_desc, stats_desc, cfg)
     gl.warp_specialize(
         [

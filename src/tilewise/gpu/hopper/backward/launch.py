@@ -18,6 +18,8 @@ from tilewise.gpu.hopper.backward.arguments import (
     BackwardConfig,
     BackwardSizes,
     Division,
+    FinishSizes,
+    RowSizes,
     ScoreFactors,
     Splits,
     WideBackwardConfig,
@@ -246,11 +248,11 @@ def prepare_launch(problem: AttentionProblem, tensors: Tensors, cfg: Config) -> 
     out, dout, lse, residual, dlse, cu_seqlens_q, stats, shifts, semaphores = tensors
     assert out is not None and dout is not None and lse is not None and stats is not None
     tiles_q = host.most_tiles(problem, out.shape[-3], cfg.BLOCK_M)
-    integers = (tiles_q, problem.num_heads, problem.seqlen_q, lse.shape[-1], problem.batch)
-    pointers = (out, dout, lse, residual, dlse, stats, shifts, semaphores, cu_seqlens_q)
+    sizes = RowSizes(tiles_q, problem.num_heads, problem.seqlen_q, problem.batch, lse.shape[-1])
+    pointers = (lse, residual, dlse, stats, shifts, semaphores, cu_seqlens_q)
     keep = 1 - rate(problem.dropout_p) if problem.dropout_p > 0 else None
     floats = (problem.softcap or problem.scale, keep)
-    arguments = (*pointers, *row_strides(out), *row_strides(dout), *integers, *floats)
+    arguments = ((out, *row_strides(out)), (dout, *row_strides(dout)), *pointers, sizes, *floats)
     columns = cfg.BLOCK_D if isinstance(cfg, BackwardConfig) else cfg.BLOCK_DV
     constants = (problem.head_dim_v, columns, cfg.BLOCK_M, cfg.HAS_LARGE_LSE, True)
     return Launch(attn_bwd_prepare_kernel, stats.shape[0], (*arguments, *constants), num_warps=8)
@@ -280,11 +282,11 @@ def main_launch(
         *(host.descriptor(t, keys, is_packed) for t in (dk, dv)),
         host.flat_descriptor(stats, (1, 2 * cfg.BLOCK_M)),
         *(shifts, semaphores, Packing(cu_q, cu_k, *ordered), counter),
-        *sizes,
+        sizes,
         score_factors(problem),
-        *Splits(division.border, division.unit, key_sums),
-        *(mask_lists, mask_bits, *mask_strides),
-        *host.extras(problem, *extras),
+        Splits(division.border, division.unit, key_sums),
+        TransposedMap(mask_lists, mask_bits, *mask_strides),
+        host.extras(problem, *extras),
         cfg,
     )
     most = division.work_tiles
@@ -336,11 +338,12 @@ def finish_launch(
     tiles_q = host.most_tiles(problem, dq.shape[-3], cfg.BLOCK_M)
     key_tiles = -(-problem.seqlen_k // cfg.BLOCK_N)
     num_tiles = query_bh(problem) * tiles_q
-    heads = (problem.num_heads, problem.seqlen_q, problem.batch, problem.group_size)
-    splits = (dk, dv, key_sums, problem.seqlen_k, division.border, division.unit)
+    lengths = (problem.seqlen_q, problem.batch, problem.seqlen_k)
+    numbers = (problem.group_size, key_tiles, num_tiles, late_tiles(problem, cfg, division))
+    sizes = FinishSizes(tiles_q, problem.num_heads, *lengths, *numbers)
     arguments = (
-        *(sums, semaphores, first_tile, dq, cu_seqlens_q, *row_strides(dq), gradient_scale(problem)),
-        *(tiles_q, *heads, key_tiles, num_tiles, *splits, late_tiles(problem, cfg, division)),
+        *(sums, semaphores, first_tile, (dq, *row_strides(dq)), cu_seqlens_q, gradient_scale(problem), sizes),
+        *(dk, dv, Splits(division.border, division.unit, key_sums)),
         *(problem.head_dim, problem.head_dim_v, cfg.BLOCK_D, cfg.BLOCK_M),
         *(cfg.ENDS_UNEVENLY, cfg.HAS_RIGHT),
     )

@@ -8,7 +8,8 @@ from cu_seqlens_q[b] // BLOCK_M + b on, which is always enough.
 import triton
 import triton.language as tl
 
-from tilewise.gpu.hopper.backward.arguments import LARGE_LSE
+from tilewise.gpu.hopper.backward.arguments import LARGE_LSE, FinishSizes, RowSizes, Splits
+from tilewise.gpu.launch.entry import entry
 from tilewise.gpu.launch.exact import LOG2E, shift_and_low
 
 LARGE = tl.constexpr(LARGE_LSE)
@@ -16,15 +17,15 @@ AHEAD = tl.constexpr(133.0)  # 192 in units of log2
 
 
 @triton.jit
-def locate_rows(tile, bh, num_heads, seqlen_q, cu_seqlens_q, batch, BLOCK_M: tl.constexpr):
+def locate_rows(tile, bh, sizes, cu_seqlens_q, BLOCK_M: tl.constexpr):
     """(sequence, head, first row in the tensor, first row in the sequence, seqlen_q) of a query tile."""
     start = tile * 0
     if cu_seqlens_q is None:
-        b, h = bh // num_heads, bh % num_heads
-        row, own = tile * BLOCK_M, seqlen_q
+        b, h = bh // sizes.num_heads, bh % sizes.num_heads
+        row, own = tile * BLOCK_M, sizes.seqlen_q
     else:
         b = tile * 0
-        end = b + batch
+        end = b + sizes.batch
         while end - b > 1:
             middle = (b + end) // 2
             is_after = tl.load(cu_seqlens_q + middle) // BLOCK_M + middle > tile
@@ -37,11 +38,10 @@ def locate_rows(tile, bh, num_heads, seqlen_q, cu_seqlens_q, batch, BLOCK_M: tl.
     return b, h, start, row, own
 
 
-@triton.jit(do_not_specialize=["tiles_q", "num_heads", "seqlen_q", "total_q", "batch"])
+@entry(triton.jit)
 def attn_bwd_prepare_kernel(
     out, do, lse_ptr, residual_ptr, dlse_ptr, stats_ptr, shifts_ptr, semaphores_ptr, cu_seqlens_q,
-    o_stride_batch, o_stride_row, o_stride_head, do_stride_batch, do_stride_row, do_stride_head,
-    tiles_q, num_heads, seqlen_q, total_q, batch, scale, keep,
+    sizes: RowSizes, scale, keep,
     DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, HAS_LARGE_LSE: tl.constexpr,
     STARTS_NEXT: tl.constexpr,
 ):  # fmt: skip
@@ -55,23 +55,25 @@ def attn_bwd_prepare_kernel(
     The semaphore of its dQ starts at 0: who claims it first stores.
     Rows that do not exist or see nothing get lse = +inf, so that their P is 0.
     """
+    out_ptr, o_stride_batch, o_stride_row, o_stride_head = out
+    do_ptr, do_stride_batch, do_stride_row, do_stride_head = do
     if STARTS_NEXT:  # the main kernel's CTAs get ready where programs have ended
         tl.extra.cuda.gdc_launch_dependents()
     number = tl.program_id(0).to(tl.int64)
-    tile = tl.program_id(0) % tiles_q
-    bh = tl.program_id(0) // tiles_q
-    b, h, start, row, own = locate_rows(tile, bh, num_heads, seqlen_q, cu_seqlens_q, batch, BLOCK_M)
+    tile = tl.program_id(0) % sizes.tiles_q
+    bh = tl.program_id(0) // sizes.tiles_q
+    b, h, start, row, own = locate_rows(tile, bh, sizes, cu_seqlens_q, BLOCK_M)
     i = row + tl.arange(0, BLOCK_M)
     exists = i < own
     rows = (start + i).to(tl.int64)[:, None]
     cols = tl.arange(0, BLOCK_D)[None, :]
     mask = exists[:, None] & (cols < DIM)
-    o_base = out + b.to(tl.int64) * o_stride_batch + h.to(tl.int64) * o_stride_head
-    do_base = do + b.to(tl.int64) * do_stride_batch + h.to(tl.int64) * do_stride_head
+    o_base = out_ptr + b.to(tl.int64) * o_stride_batch + h.to(tl.int64) * o_stride_head
+    do_base = do_ptr + b.to(tl.int64) * do_stride_batch + h.to(tl.int64) * do_stride_head
     o_tile = tl.load(o_base + rows * o_stride_row + cols, mask=mask, other=0.0).to(tl.float32)
     do_tile = tl.load(do_base + rows * do_stride_row + cols, mask=mask, other=0.0).to(tl.float32)
     delta = tl.sum(o_tile * do_tile, 1)
-    stat = bh.to(tl.int64) * total_q + start + i
+    stat = bh.to(tl.int64) * sizes.total_q + start + i
     lse = tl.load(lse_ptr + stat, mask=exists, other=float("inf"))
     if dlse_ptr is not None:
         delta -= tl.load(dlse_ptr + stat, mask=exists, other=0.0)
@@ -111,34 +113,29 @@ def reduced_counter(semaphores_ptr, num_tiles, tiles_q):
     return semaphores_ptr + num_tiles + num_tiles // tiles_q
 
 
-FINISH_INTEGERS = ("tiles_q", "num_heads", "seqlen_q", "batch", "group_size", "key_tiles", "num_tiles")
-
-
-@triton.jit(do_not_specialize=[*FINISH_INTEGERS, "seqlen_k", "border", "unit", "late"])
+@entry(triton.jit)
 def attn_bwd_finish_kernel(
-    sums_ptr, semaphores_ptr, first_tile_ptr, dq, cu_seqlens_q,
-    dq_stride_batch, dq_stride_row, dq_stride_head,
-    scale, tiles_q, num_heads, seqlen_q, batch, group_size, key_tiles, num_tiles,
-    dk, dv, key_sums_ptr, seqlen_k, border, unit, late,
+    sums_ptr, semaphores_ptr, first_tile_ptr, dq, cu_seqlens_q, scale, sizes: FinishSizes,
+    dk, dv, splits: Splits,
     DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
     IS_EARLY: tl.constexpr, IS_EVENLY_SPLIT: tl.constexpr,
 ):  # fmt: skip
-    """dQ, and dK and dV of keys that several CTAs share; num_tiles query tiles, key_tiles of a key head.
+    """dQ, and dK and dV of keys that several CTAs share.
 
     Programs may start on SMs that have no work left in the main kernel. They wait for all keys of a head.
     Where splits of keys lie in dq, the tiles there come `late`: they wait until the splits are reduced.
     """
     SUBTILES: tl.constexpr = BLOCK_M * BLOCK_D // 4096
+    dq_ptr, dq_stride_batch, dq_stride_row, dq_stride_head = dq
+    tiles_q, num_heads, num_tiles, late = sizes.tiles_q, sizes.num_heads, sizes.num_tiles, sizes.late
     program = tl.program_id(0)
     reductions = tl.num_programs(0) - num_tiles * SUBTILES
     number = program - (num_tiles - late * num_heads) * SUBTILES  # of a reduction
     if (number >= 0) & (number < reductions):
-        if key_sums_ptr is not None:
+        if splits.sums is not None:
             if IS_EARLY:
                 tl.extra.cuda.gdc_wait()
-            keys = (num_heads // group_size, batch, seqlen_k, key_tiles)
-            splits = (border, unit, tiles_q * group_size)
-            finish_keys(key_sums_ptr, dk, dv, number, *keys, *splits, DIM, DIM_V, BLOCK_D, IS_EVENLY_SPLIT)
+            finish_keys(dk, dv, number, sizes, splits, DIM, DIM_V, BLOCK_D, IS_EVENLY_SPLIT)
             if late > 0:
                 tl.debug_barrier()  # all threads have read
                 tl.atomic_add(reduced_counter(semaphores_ptr, num_tiles, tiles_q), 1, sem="release")
@@ -146,20 +143,19 @@ def attn_bwd_finish_kernel(
         program = tl.where(number < 0, program, program - reductions)
         tile = tile_in_order(program // SUBTILES, late, num_tiles, num_heads, tiles_q)
         subtile, bh = tile * SUBTILES + program % SUBTILES, tile // tiles_q
-        b, h, start, row, own = locate_rows(
-            tile % tiles_q, bh, num_heads, seqlen_q, cu_seqlens_q, batch, BLOCK_M
-        )
+        b, h, start, row, own = locate_rows(tile % tiles_q, bh, sizes, cu_seqlens_q, BLOCK_M)
         if IS_EARLY:
+            key_tiles = sizes.key_tiles
             if first_tile_ptr is not None:
-                key_tiles = tl.load(first_tile_ptr + batch)
+                key_tiles = tl.load(first_tile_ptr + sizes.batch)
             shares = key_tiles
-            if key_sums_ptr is not None:  # a tile that is shared counts as its steps
-                shared = (bh // group_size + 1) * key_tiles - border
+            if splits.sums is not None:  # a tile that is shared counts as its steps
+                shared = (bh // sizes.group_size + 1) * key_tiles - splits.border
                 shared = tl.minimum(tl.maximum(shared, 0), key_tiles)
-                shares += shared * (tiles_q * group_size - 1)
+                shares += shared * (tiles_q * sizes.group_size - 1)
             prefetch(sums_ptr + subtile.to(tl.int64) * 4096 + tl.arange(0, 128) * 32)
-            await_count(semaphores_ptr + num_tiles + bh // group_size, shares, 4000)
-        dq_base = dq + b.to(tl.int64) * dq_stride_batch + h.to(tl.int64) * dq_stride_head
+            await_count(semaphores_ptr + num_tiles + bh // sizes.group_size, shares, 4000)
+        dq_base = dq_ptr + b.to(tl.int64) * dq_stride_batch + h.to(tl.int64) * dq_stride_head
         dq_base += start.to(tl.int64) * dq_stride_row
         sums = (sums_ptr, semaphores_ptr, subtile)
         x = sum_of_queries(*sums, BLOCK_D, BLOCK_M) * scale
@@ -215,29 +211,31 @@ def store_queries(
 
 @triton.jit
 def finish_keys(
-    sums_ptr, dk, dv, number, kv_heads, batch, seqlen_k, key_tiles, border, unit, steps,
+    dk, dv, number, sizes, splits,
     DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, IS_EVENLY_SPLIT: tl.constexpr,
 ):  # fmt: skip
     """dK or dV of 64 keys, 16 columns: the sum of a tile's splits; see `splits`."""
     STRIPS: tl.constexpr = BLOCK_D // 16
+    kv_heads, unit, steps = sizes.num_heads // sizes.group_size, splits.unit, sizes.tiles_q * sizes.group_size
     shared, strip = number // (4 * STRIPS), number % (4 * STRIPS)
     if IS_EVENLY_SPLIT:  # the first tiles of all heads
-        bh, tile = shared % (kv_heads * batch), shared // (kv_heads * batch)
+        bh, tile = shared % (kv_heads * sizes.batch), shared // (kv_heads * sizes.batch)
         first, last = shared * unit, shared * unit + unit - 1
     else:
-        bh, tile = (border + shared) // key_tiles, (border + shared) % key_tiles
+        position = splits.border + shared
+        bh, tile = position // sizes.key_tiles, position % sizes.key_tiles
         first, last = shared * steps // unit + shared, ((shared + 1) * steps - 1) // unit + shared
     x = tl.zeros((1024,), tl.float32)
     for split in range(first, last + 1, 8):
-        splits = split + tl.arange(0, 8)
-        ptrs = sums_ptr + splits.to(tl.int64)[:, None] * (256 * BLOCK_D)
+        eight = split + tl.arange(0, 8)
+        ptrs = splits.sums + eight.to(tl.int64)[:, None] * (256 * BLOCK_D)
         ptrs += strip * 1024 + tl.arange(0, 1024)[None, :]
-        x += tl.sum(tl.load(ptrs, mask=(splits <= last)[:, None], other=0.0), 0)
+        x += tl.sum(tl.load(ptrs, mask=(eight <= last)[:, None], other=0.0), 0)
     x = in_rows(x, 16)
     keys = tile * 128 + strip // (2 * STRIPS) * 64 + tl.arange(0, 64)
-    rows = ((bh // kv_heads).to(tl.int64) * seqlen_k + keys) * kv_heads + bh % kv_heads
+    rows = ((bh // kv_heads).to(tl.int64) * sizes.seqlen_k + keys) * kv_heads + bh % kv_heads
     col = strip % STRIPS * 16 + tl.arange(0, 16)
-    exists = (keys < seqlen_k)[:, None]
+    exists = (keys < sizes.seqlen_k)[:, None]
     if strip // STRIPS % 2 == 0:
         ptrs = dk + rows[:, None] * DIM + col[None, :]
         tl.store(ptrs, x.to(dk.dtype.element_ty), mask=exists & (col < DIM)[None, :])

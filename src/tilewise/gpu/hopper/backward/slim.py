@@ -48,6 +48,7 @@ from tilewise.gpu.hopper.common.scheduler import (
     send,
     send_end,
 )
+from tilewise.gpu.launch.entry import entry
 
 
 @aggregate
@@ -207,17 +208,12 @@ def store_chunks(chunks, desc, tiles, first, row_coords):
         store_tile(desc, row_coords[:-1] + (i * WIDTH,), as_block(tiles.index(first + i), desc))  # noqa: RUF005
 
 
-@gluon.jit(do_not_specialize=BackwardSizes._fields)
+@entry(gluon.jit)
 def attn_bwd_slim_keys_kernel(
     q_desc, k_desc, v_desc, do_desc, dk_desc, dv_desc, stats_desc, packing, counter,
-    batch, seqlen_q, seqlen_k, group_size, num_bh, num_tiles, l2_swizzle, tiles_q,
-    window_left, window_right, factors, cfg: gl.constexpr,
+    sizes: BackwardSizes, factors, cfg: gl.constexpr,
 ):  # fmt: skip
-    """dK and dV of every tile of 128 keys; the integers are those of `BackwardSizes`."""
-    sizes = BackwardSizes(
-        batch, seqlen_q, seqlen_k, group_size, num_bh, num_tiles, l2_swizzle, tiles_q,
-        window_left, window_right,
-    )  # fmt: skip
+    """dK and dV of every tile of 128 keys."""
     ch = Channels(
         make_work_ring(2),
         make_tile_ring(k_desc, 1, 2 * cfg.D_CHUNKS, 2),

@@ -54,6 +54,7 @@ from tilewise.gpu.hopper.common.scheduler import (
     send,
     send_end,
 )
+from tilewise.gpu.launch.entry import entry
 
 
 @aggregate
@@ -237,17 +238,12 @@ def store_keys(chunks, desc, smem, work, cfg: gl.constexpr):
         wait_for_stores(0)  # the tile has been read
 
 
-@gluon.jit(do_not_specialize=BackwardSizes._fields)
+@entry(gluon.jit)
 def attn_bwd_wide_keys_kernel(
     q_desc, k_desc, v_desc, do_desc, dk_desc, dv_desc, stats_desc, packing, counter,
-    batch, seqlen_q, seqlen_k, group_size, num_bh, num_tiles, l2_swizzle, tiles_q,
-    window_left, window_right, factors, cfg: gl.constexpr,
+    sizes: BackwardSizes, factors, cfg: gl.constexpr,
 ):  # fmt: skip
-    """dK and dV of every tile of 64 keys; the integers are those of `BackwardSizes`."""
-    sizes = BackwardSizes(
-        batch, seqlen_q, seqlen_k, group_size, num_bh, num_tiles, l2_swizzle, tiles_q,
-        window_left, window_right,
-    )  # fmt: skip
+    """dK and dV of every tile of 64 keys."""
     dtype: gl.constexpr = q_desc.dtype
     weight_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, cfg.BLOCK_M], dtype)
     ch = Channels(

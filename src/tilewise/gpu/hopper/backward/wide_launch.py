@@ -121,7 +121,7 @@ def keys_launch(problem: AttentionProblem, tensors: Tensors, cfg: WideBackwardCo
         ),
         host.flat_descriptor(stats, (1, cfg.STATS * cfg.BLOCK_M)),
         *(Packing(cu_q, cu_k, *ordered), counter),
-        *sizes,
+        sizes,
         score_factors(problem),
         cfg,
     )
@@ -141,7 +141,7 @@ def queries_launch(problem: AttentionProblem, tensors: Tensors, cfg: WideBackwar
     tiles = ((query, qk), (key, qk), (value, v), (dout, v), (dq, qk))
     descriptors = (host.descriptor(t, tile, is_packed) for t, tile in tiles)
     packing = Packing(cu_q, cu_k, *ordered)
-    arguments = (*descriptors, stats, packing, counter, *sizes, score_factors(problem), cfg)
+    arguments = (*descriptors, stats, packing, counter, sizes, score_factors(problem), cfg)
     most = host.most_tiles(problem, query.shape[-3], QUERIES)
     programs = min(host.num_sms(query.device.index), most * sizes.num_bh * problem.group_size)
     kernel = attn_bwd_wide_queries_kernel

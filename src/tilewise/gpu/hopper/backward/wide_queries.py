@@ -47,6 +47,7 @@ from tilewise.gpu.hopper.common.scheduler import (
     send_end,
 )
 from tilewise.gpu.hopper.common.softmax import exp2
+from tilewise.gpu.launch.entry import entry
 
 
 @aggregate
@@ -211,17 +212,12 @@ def weights(s, lse, shift, has_shift, j, row, own, work, sizes, factors, cfg: gl
     return exp2(x), slope
 
 
-@gluon.jit(do_not_specialize=BackwardSizes._fields)
+@entry(gluon.jit)
 def attn_bwd_wide_queries_kernel(
-    q_desc, k_desc, v_desc, do_desc, dq_desc, stats, packing, counter,
-    batch, seqlen_q, seqlen_k, group_size, num_bh, num_tiles, l2_swizzle, tiles_q,
-    window_left, window_right, factors, cfg: gl.constexpr,
+    q_desc, k_desc, v_desc, do_desc, dq_desc, stats, packing, counter, sizes: BackwardSizes, factors,
+    cfg: gl.constexpr,
 ):  # fmt: skip
-    """dQ of every tile of 128 queries; `num_tiles` counts those, the rest is as in `BackwardSizes`."""
-    sizes = BackwardSizes(
-        batch, seqlen_q, seqlen_k, group_size, num_bh, num_tiles, l2_swizzle, tiles_q,
-        window_left, window_right,
-    )  # fmt: skip
+    """dQ of every tile of 128 queries; `num_tiles` counts those."""
     ch = Channels(
         make_work_ring(2),
         make_tile_ring(q_desc, 2, cfg.D_CHUNKS, 1),

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
+from tilewise.gpu.launch.entry import by_field
+
 WARPGROUP_ROWS = 64  # query rows of one wgmma warpgroup
 FLAG_BITS = 4  # of an entry of a mask's tile map: see `mask.tile_map`
 
@@ -185,6 +187,17 @@ class Factors(NamedTuple):
     scale: Any  # turns it into a logit
 
 
+@by_field
+class Scales(NamedTuple):
+    """float32 factors of 8-bit numbers: [heads, blocks] of Q; [KV heads, blocks] of K and V."""
+
+    q: Any
+    k: Any
+    v: Any
+    blocks_q: int  # of all sequences
+    blocks_k: int
+
+
 class Packing(NamedTuple):
     """Where packed sequences lie, and the order in which they are scheduled. All None for a dense problem."""
 
@@ -194,12 +207,13 @@ class Packing(NamedTuple):
     first_tile: Any  # (batch + 1,) query tiles of one head before each sequence of `order`
 
 
+@by_field
 class RowTargets(NamedTuple):
     """Where the forward stores what belongs to a row, each like lse; None for statistics not asked for."""
 
     lse: Any
     residual: Any  # what rounding took from lse; any pointer, which is not written to, if has_residual is 0
-    has_residual: Any  # no constant: training and evaluation share a kernel
+    has_residual: int  # no constant: training and evaluation share a kernel
     row_max: Any = None
     entropy: Any = None
     max_logit: Any = None  # (heads,), not of rows: -inf at first
@@ -215,31 +229,33 @@ class Cache(NamedTuple):
     value_scale: Any = None
 
 
+@by_field
 class MaskMap(NamedTuple):
     """Which key tiles each tile of queries visits, and their bits: see `mask.tile_map`; None without one."""
 
     tiles: Any = None
     bits: Any = None
-    stride_batch: Any = 0  # rows of the map from one to the next; 0 where all share one
-    stride_head: Any = 0
-    stride_tile: Any = 0
+    stride_batch: int = 0  # rows of the map from one to the next; 0 where all share one
+    stride_head: int = 0
+    stride_tile: int = 0
 
 
+@by_field
 class Extras(NamedTuple):
     """What scores and weights have besides; what a call has not is None or 0."""
 
     dropout_seed: Any = None  # () int64, or (5,): `core.dropout.with_origin`
-    dropout_addend: Any = 0  # four bytes, each 128 - threshold % 128: see `common.dropout.survivors`
-    dropout_either: Any = 0  # all bits 1 if the threshold is below 128, else 0
-    inverse_keep: Any = 1.0  # what a weight that survives counts
+    dropout_addend: int = 0  # four bytes, each 128 - threshold % 128: see `common.dropout.survivors`
+    dropout_either: int = 0  # all bits 1 if the threshold is below 128, else 0
+    inverse_keep: float = 1.0  # what a weight that survives counts
     slopes: Any = None  # (heads,) or (batch, heads)
-    slopes_stride: Any = 0  # from one batch entry to the next
+    slopes_stride: int = 0  # from one batch entry to the next
     bias: Any = None  # int32: two 16-bit numbers; of distances int64: two float32. See `common.biases`
-    bias_batch: Any = 0  # pairs from one to the next; 0 where all share one
-    bias_head: Any = 0
-    bias_row: Any = 0
+    bias_batch: int = 0  # pairs from one to the next; 0 where all share one
+    bias_head: int = 0
+    bias_row: int = 0
     captured: Any = None  # what inlined functions read: see `gpu.functions.captured`
-    score_unit: Any = 1.0  # of what a score function is given: times products, or the tanh of capped ones
+    score_unit: float = 1.0  # of what a score function is given: times products, or the tanh of capped ones
 
 
 class Place(NamedTuple):
@@ -251,31 +267,33 @@ class Place(NamedTuple):
     seqlen_k: Any
 
 
+@by_field
 class TransposedMap(NamedTuple):
     """Which query tiles each tile of keys visits, and their bits: see `mask.tile_map`."""
 
     lists: Any = None  # for each tile of keys of a key head: how many, and their entries
     bits: Any = None
-    list_batch: Any = 0  # lists from one to the next; 0 where all share one
-    list_head: Any = 0
-    stride_batch: Any = 0  # rows of bits from one to the next
-    stride_head: Any = 0
-    stride_tile: Any = 0
+    list_batch: int = 0  # lists from one to the next; 0 where all share one
+    list_head: int = 0
+    stride_batch: int = 0  # rows of bits from one to the next
+    stride_head: int = 0
+    stride_tile: int = 0
 
 
+@by_field
 class Sizes(NamedTuple):
-    """Integers that change from call to call, built inside a kernel."""
+    """Integers that change from call to call."""
 
-    batch: Any
-    seqlen_q: Any  # packed: of all sequences together
-    seqlen_k: Any  # cached: the most that a sequence may have
-    group_size: Any  # query heads that share one key head
-    num_bh: Any  # (batch, head) pairs, or heads if ordered; with PACK heads in one tile, that many fewer
-    num_tiles: Any  # query tiles of a (batch, head); ordered: not used
-    l2_swizzle: Any  # (batch, head) pairs whose tiles are interleaved: their K and V stay in L2 together
-    window_left: Any
-    window_right: Any
-    rows_k: Any = 0  # of a cache: rows from one entry, a sequence or a page, to the next
-    rows_v: Any = 0
-    stride_page_table: Any = 0
-    num_pages: Any = 0  # or entries of a cache
+    batch: int
+    seqlen_q: int  # packed: of all sequences together
+    seqlen_k: int  # cached: the most that a sequence may have
+    group_size: int  # query heads that share one key head
+    num_bh: int  # (batch, head) pairs, or heads if ordered; with PACK heads in one tile, that many fewer
+    num_tiles: int  # query tiles of a (batch, head); ordered: not used
+    l2_swizzle: int  # (batch, head) pairs whose tiles are interleaved: their K and V stay in L2 together
+    window_left: int
+    window_right: int
+    rows_k: int = 0  # of a cache: rows from one entry, a sequence or a page, to the next
+    rows_v: int = 0
+    stride_page_table: int = 0
+    num_pages: int = 0  # or entries of a cache

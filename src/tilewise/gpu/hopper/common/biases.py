@@ -11,6 +11,7 @@ from tilewise.gpu.hopper.common.arguments import Place
 from tilewise.gpu.hopper.common.compat import float_pair, gl, gluon, halves
 from tilewise.gpu.hopper.common.layouts import accumulator_layout, along
 from tilewise.gpu.hopper.common.softmax import LOG2_E
+from tilewise.gpu.launch.entry import entry
 
 
 @gluon.jit
@@ -138,13 +139,10 @@ def poisoned_scores(s, row, column, batch, head, work, extras, cfg: gl.constexpr
     return poisoned(s, wrong, queries, work, extras.captured)
 
 
-COPY_INTEGERS = ("heads", "rows", "columns", "eights", "least", "most")
-
-
-@triton.jit(do_not_specialize=COPY_INTEGERS)
+@entry(triton.jit)
 def copy_bias_kernel(
     source, target, stride_batch, stride_head, stride_row, stride_column,
-    heads, rows, columns, eights, least, most, TILE: tl.constexpr,
+    heads: int, rows: int, columns: int, eights: int, least: int, most: int, TILE: tl.constexpr,
 ):  # fmt: skip
     """target (batch, heads, rows, 8 * eights) = source, and 0 behind its columns: rows that kernels can read.
 

@@ -9,6 +9,7 @@ heads are worked on as have keys and values that fit the L2 cache.
 from tilewise.gpu.hopper.common.channel import make_ring
 from tilewise.gpu.hopper.common.compat import aggregate, gl, gluon
 from tilewise.gpu.hopper.common.guards import length_or_zero
+from tilewise.gpu.launch.entry import entry
 
 
 @aggregate
@@ -85,9 +86,9 @@ def tiles_of(cu_seqlens, seqlen, i, batch, BLOCK_POSITIONS: gl.constexpr):
     return (length + BLOCK_POSITIONS - 1) // BLOCK_POSITIONS
 
 
-@gluon.jit(do_not_specialize=["batch", "seqlen_q"])
+@entry(gluon.jit)
 def order_sequences_kernel(
-    cu_seqlens_q, seqlens_k, order, first_tile, batch, seqlen_q,
+    cu_seqlens_q, seqlens_k, order, first_tile, batch: int, seqlen_q: int,
     BLOCK_POSITIONS: gl.constexpr, HAS_OFFSETS: gl.constexpr,
 ):  # fmt: skip
     """Sequences by falling number of keys: `order`, and the query tiles `first_tile` before each.

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 from tilewise.gpu.hopper.common.arguments import KernelConfig
+from tilewise.gpu.launch.entry import by_field
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,27 +103,24 @@ class DecodeTargets(NamedTuple):
     partial_low: Any  # what rounding took from it
 
 
+@by_field
 class DecodeSizes(NamedTuple):
     """Integers of a decoding call that change from call to call."""
 
-    batch: Any
-    num_heads: Any
-    seqlen_q: Any
-    seqlen_k: Any  # the most that a sequence may have
-    segments: Any  # of each sequence: key heads times row tiles
-    row_tiles: Any
-    workers: Any
-    window_left: Any
-    window_right: Any
-    stride_q_batch: Any
+    batch: int
+    num_heads: int
+    seqlen_q: int
+    seqlen_k: int  # the most that a sequence may have
+    segments: int  # of each sequence: key heads times row tiles
+    row_tiles: int
+    workers: int
+    window_left: int
+    window_right: int
+    stride_q_batch: Any  # strides of queries tell how many elements may be read at once: no `int`
     stride_q_row: Any
     stride_q_head: Any
-    stride_slopes: Any  # 0 where one row of ALiBi slopes serves every sequence
-    stride_page_table: Any
-    num_pages: Any  # or entries of a cache
-    rows_k: Any  # rows from one sequence, or page, to the next
-    rows_v: Any
-
-
-# strides of queries tell how many elements may be read at once
-UNSPECIALIZED_DECODE_SIZES = [name for name in DecodeSizes._fields if not name.startswith("stride_q")]
+    stride_slopes: int  # 0 where one row of ALiBi slopes serves every sequence
+    stride_page_table: int
+    num_pages: int  # or entries of a cache
+    rows_k: int  # rows from one sequence, or page, to the next
+    rows_v: int

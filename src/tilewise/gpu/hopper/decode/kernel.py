@@ -33,12 +33,13 @@ from tilewise.gpu.hopper.common.guards import split_poison
 from tilewise.gpu.hopper.common.layouts import accumulator_layout, operand_layout, row_layout, tile_layout
 from tilewise.gpu.hopper.common.products import product
 from tilewise.gpu.hopper.common.softmax import LOG2_E
-from tilewise.gpu.hopper.decode.arguments import UNSPECIALIZED_DECODE_SIZES, DecodeSizes
+from tilewise.gpu.hopper.decode.arguments import DecodeSizes
 from tilewise.gpu.hopper.decode.eight_bits import attend_8_bit_tiles, combine_warps
 from tilewise.gpu.hopper.decode.load import load_role
 from tilewise.gpu.hopper.decode.rows import combine_halves, load_queries, send_half, store_split
 from tilewise.gpu.hopper.decode.softmax import first_row, row_numbers, softmax_step
 from tilewise.gpu.hopper.decode.stream_k import make_schedule, split_at, worker_units
+from tilewise.gpu.launch.entry import entry
 
 
 @aggregate
@@ -151,19 +152,12 @@ def mma_role(W: gl.constexpr, q, targets, cache, slopes, smem, sizes, factors, c
 # ---- the kernels
 
 
-@gluon.jit(do_not_specialize=UNSPECIALIZED_DECODE_SIZES)
+@entry(gluon.jit)
 def attn_decode_kernel(
-    q, k_desc, v_desc, k_page_desc, v_page_desc, targets, cache, slopes,
-    batch, num_heads, seqlen_q, seqlen_k, segments, row_tiles, workers, window_left, window_right,
-    stride_q_batch, stride_q_row, stride_q_head, stride_slopes, stride_page_table, num_pages, rows_k, rows_v,
-    factors, cfg: gl.constexpr,
+    q, k_desc, v_desc, k_page_desc, v_page_desc, targets, cache, slopes, sizes: DecodeSizes, factors,
+    cfg: gl.constexpr,
 ):  # fmt: skip
     """One worker's share of the schedule. Grid: (workers,); `cfg` is a DecodeConfig."""
-    sizes = DecodeSizes(
-        batch, num_heads, seqlen_q, seqlen_k, segments, row_tiles, workers, window_left, window_right,
-        stride_q_batch, stride_q_row, stride_q_head, stride_slopes, stride_page_table, num_pages,
-        rows_k, rows_v,
-    )  # fmt: skip
     smem = make_shared(k_desc.dtype, cfg)
     k, v = (k_desc, k_page_desc), (v_desc, v_page_desc)
     gl.warp_specialize(

@@ -212,7 +212,7 @@ def _decode_launch(problem: AttentionProblem, tensors: Tensors, cfg: DecodeConfi
         DecodeTargets(*tensors[8:]),
         Cache(lengths, table, host.errors_of(problem, query), *scales),
         slopes,
-        *decode_sizes(problem, cfg, workers, query, key, value, table, slopes),
+        decode_sizes(problem, cfg, workers, query, key, value, table, slopes),
         host.factors(problem),
         cfg,
     )
@@ -224,7 +224,7 @@ def merge_launch(problem: AttentionProblem, tensors: Tensors, cfg: DecodeConfig,
 
     query, lengths, sinks, *fresh = tensors
     cache = Cache(lengths, None, host.errors_of(problem, query))
-    numbers = (*decode_sizes(problem, cfg, workers), host.factors(problem))
+    numbers = (decode_sizes(problem, cfg, workers), host.factors(problem))
     arguments = (DecodeTargets(*fresh), cache, sinks, *numbers, cfg)
     tiles = -(-cfg.ROWS // cfg.MERGE_ROWS) * (cfg.BLOCK_DV // cfg.MERGE_COLUMNS)
     programs = problem.batch * segments(problem, cfg) * tiles

@@ -3,9 +3,10 @@
 from tilewise.gpu.hopper.common.compat import gl, gluon, start_next_kernel, wait_for_previous_kernel
 from tilewise.gpu.hopper.common.guards import length_poison
 from tilewise.gpu.hopper.common.softmax import LOG2_E, exp2, finite_or_zero
-from tilewise.gpu.hopper.decode.arguments import UNSPECIALIZED_DECODE_SIZES, DecodeSizes
+from tilewise.gpu.hopper.decode.arguments import DecodeSizes
 from tilewise.gpu.hopper.decode.rows import divided, query_rows, store_columns, store_lse
 from tilewise.gpu.hopper.decode.stream_k import make_schedule, number_of, split_index, worker_of
+from tilewise.gpu.launch.entry import entry
 
 
 @gluon.constexpr_function
@@ -59,22 +60,14 @@ def add_splits(
     return acc, m_new, l * alpha + gl.sum(weights, 1)
 
 
-@gluon.jit(do_not_specialize=UNSPECIALIZED_DECODE_SIZES)
+@entry(gluon.jit)
 def attn_decode_merge_kernel(
-    targets, cache, sinks,
-    batch, num_heads, seqlen_q, seqlen_k, segments, row_tiles, workers, window_left, window_right,
-    stride_q_batch, stride_q_row, stride_q_head, stride_slopes, stride_page_table, num_pages, rows_k, rows_v,
-    factors, cfg: gl.constexpr,
+    targets, cache, sinks, sizes: DecodeSizes, factors, cfg: gl.constexpr,
 ):  # fmt: skip
     """out, lse and, if asked for, residual of MERGE_ROWS rows of a segment.
 
     Grid: (segments of all sequences * tiles of rows * tiles of columns,).
     """
-    sizes = DecodeSizes(
-        batch, num_heads, seqlen_q, seqlen_k, segments, row_tiles, workers, window_left, window_right,
-        stride_q_batch, stride_q_row, stride_q_head, stride_slopes, stride_page_table, num_pages,
-        rows_k, rows_v,
-    )  # fmt: skip
     layout: gl.constexpr = merge_layout(cfg)
     rows_layout: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, layout))
     LANES: gl.constexpr = split_lanes(cfg)
@@ -86,15 +79,15 @@ def attn_decode_merge_kernel(
     first_column = gl.program_id(0) % COLUMN_TILES * cfg.MERGE_COLUMNS
     start_next_kernel()
     # The first kernel started this one after its own wait, so the lengths are there to be read.
-    b = program // ROW_TILES // segments
-    segment = program // ROW_TILES % segments
+    b = program // ROW_TILES // sizes.segments
+    segment = program // ROW_TILES % sizes.segments
     schedule = make_schedule(cache.seqlens_k, sizes, cfg, 4)
     total = gl.max(schedule.ends, 0)
     units = number_of(schedule.units, b, cfg, 4)
-    first = number_of(schedule.ends, b, cfg, 4) - (segments - segment) * units
-    worker = worker_of(first, total, workers)
+    first = number_of(schedule.ends, b, cfg, 4) - (sizes.segments - segment) * units
+    worker = worker_of(first, total, sizes.workers)
     split = split_index(b, segment, worker, sizes)
-    count = worker_of(first + units - 1, total, workers) - worker + 1
+    count = worker_of(first + units - 1, total, sizes.workers) - worker + 1
     count = gl.where(units > 0, count, 0)
     if cfg.STORES_WHOLE and count == 1:
         count = -1  # the worker has stored it

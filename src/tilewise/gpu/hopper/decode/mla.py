@@ -30,7 +30,7 @@ from tilewise.gpu.hopper.common.compat import (
 from tilewise.gpu.hopper.common.guards import split_poison
 from tilewise.gpu.hopper.common.layouts import accumulator_layout, row_layout
 from tilewise.gpu.hopper.common.products import product
-from tilewise.gpu.hopper.decode.arguments import UNSPECIALIZED_DECODE_SIZES, DecodeSizes
+from tilewise.gpu.hopper.decode.arguments import DecodeSizes
 from tilewise.gpu.hopper.decode.mla_load import (
     CHUNK,
     CHUNKS,
@@ -44,6 +44,7 @@ from tilewise.gpu.hopper.decode.mla_load import (
 from tilewise.gpu.hopper.decode.rows import store_columns, store_lse, store_split_columns, store_split_lse
 from tilewise.gpu.hopper.decode.softmax import softmax_step
 from tilewise.gpu.hopper.decode.stream_k import make_schedule, split_at, split_index, worker_units
+from tilewise.gpu.launch.entry import entry
 
 
 @aggregate
@@ -187,19 +188,11 @@ def value_role(H: gl.constexpr, q, targets, cache, smem, sizes, cfg: gl.constexp
 # ---- the kernel; the reduction is `decode.merge`
 
 
-@gluon.jit(do_not_specialize=UNSPECIALIZED_DECODE_SIZES)
+@entry(gluon.jit)
 def attn_decode_mla_kernel(
-    q, k_desc, targets, cache,
-    batch, num_heads, seqlen_q, seqlen_k, segments, row_tiles, workers, window_left, window_right,
-    stride_q_batch, stride_q_row, stride_q_head, stride_slopes, stride_page_table, num_pages, rows_k, rows_v,
-    factors, cfg: gl.constexpr,
+    q, k_desc, targets, cache, sizes: DecodeSizes, factors, cfg: gl.constexpr,
 ):  # fmt: skip
     """One worker's share of the schedule. Grid: (workers,); `cfg` is an MlaConfig."""
-    sizes = DecodeSizes(
-        batch, num_heads, seqlen_q, seqlen_k, segments, row_tiles, workers, window_left, window_right,
-        stride_q_batch, stride_q_row, stride_q_head, stride_slopes, stride_page_table, num_pages,
-        rows_k, rows_v,
-    )  # fmt: skip
     smem = make_shared(k_desc.dtype, cfg)
     gl.warp_specialize(
         [

@@ -69,7 +69,7 @@ def _mla_launch(problem: AttentionProblem, tensors: Tensors, cfg: MlaConfig, wor
         host.descriptor(key, (cfg.BOX_ROWS, 1, cfg.BOX_WIDTH), True),
         DecodeTargets(*tensors[8:]),
         Cache(lengths, table, host.errors_of(problem, query)),
-        *decode_sizes(problem, cfg, workers, query, key, table=table),
+        decode_sizes(problem, cfg, workers, query, key, table=table),
         host.factors(problem),
         cfg,
     )

@@ -49,6 +49,7 @@ from tilewise.gpu.hopper.forward.scores import (
 )
 from tilewise.gpu.hopper.forward.watched import nothing_watched
 from tilewise.gpu.hopper.mask.visits import entry_at, load_bits, tile_of, visits_of
+from tilewise.gpu.launch.entry import entry
 
 
 @gluon.jit
@@ -200,36 +201,14 @@ def mma_role(
     wait_for_stores(0)
 
 
-MASK_STRIDES = ("mask_stride_batch", "mask_stride_head", "mask_stride_tile")
-EXTRA_INTEGERS = ("dropout_addend", "dropout_either", "slopes_stride", "bias_batch", "bias_head", "bias_row")
-
-
-@gluon.jit(do_not_specialize=["has_residual", *Sizes._fields, *MASK_STRIDES, *EXTRA_INTEGERS])
+@entry(gluon.jit)
 def attn_fwd_kernel(
-    q_desc, k_desc, v_desc, o_desc, lse_ptr, residual_ptr, has_residual, row_max_ptr, entropy_ptr,
-    max_logit_ptr, sinks, packing, counter, cache,
-    batch, seqlen_q, seqlen_k, group_size, num_bh, num_tiles, l2_swizzle, window_left, window_right,
-    rows_k, rows_v, stride_page_table, num_pages, factors,
-    mask_tiles, mask_bits, mask_stride_batch, mask_stride_head, mask_stride_tile,
-    dropout_seed, dropout_addend, dropout_either, inverse_keep, slopes, slopes_stride,
-    bias, bias_batch, bias_head, bias_row, captured, score_unit, cfg: gl.constexpr,
+    q_desc, k_desc, v_desc, o_desc, targets: RowTargets, sinks, packing, counter, cache, sizes: Sizes,
+    factors, mask: MaskMap, extras: Extras, cfg: gl.constexpr,
 ):  # fmt: skip
-    """out, lse, residual if has_residual, and what is asked for of row_max, entropy and max_logit.
-
-    Integers: `Sizes`. o_desc is out itself where that is in float32.
-    """
+    """out and `targets` of every query tile. o_desc is out itself where that is in float32."""
     if cfg.HAS_MAX_LOGIT:
         wait_for_previous_kernel()  # which has filled max_logit
-    targets = RowTargets(lse_ptr, residual_ptr, has_residual, row_max_ptr, entropy_ptr, max_logit_ptr)
-    sizes = Sizes(
-        batch, seqlen_q, seqlen_k, group_size, num_bh, num_tiles, l2_swizzle, window_left, window_right,
-        rows_k, rows_v, stride_page_table, num_pages,
-    )  # fmt: skip
-    mask = MaskMap(mask_tiles, mask_bits, mask_stride_batch, mask_stride_head, mask_stride_tile)
-    extras = Extras(
-        dropout_seed, dropout_addend, dropout_either, inverse_keep, slopes, slopes_stride,
-        bias, bias_batch, bias_head, bias_row, captured, score_unit,
-    )  # fmt: skip
     N: gl.constexpr = cfg.WARPGROUPS
     q_ring = make_tile_ring(q_desc, cfg.Q_SLOTS, cfg.Q_CHUNKS, 1)
     k_ring = make_key_ring(k_desc, cfg.D_CHUNK, cfg.D_CHUNKS, cfg)

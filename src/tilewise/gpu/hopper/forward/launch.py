@@ -17,7 +17,14 @@ from tilewise.core.problem import AttentionProblem, Inputs
 from tilewise.core.signature import new_out
 from tilewise.core.statistics import largest_of_heads
 from tilewise.gpu.hopper.common import host
-from tilewise.gpu.hopper.common.arguments import WARPGROUP_ROWS, Cache, ForwardConfig, MaskMap, Packing
+from tilewise.gpu.hopper.common.arguments import (
+    WARPGROUP_ROWS,
+    Cache,
+    ForwardConfig,
+    MaskMap,
+    Packing,
+    RowTargets,
+)
 from tilewise.gpu.hopper.common.functions import compiled_functions, source_of
 from tilewise.gpu.hopper.mask.tile_map import tile_map
 from tilewise.gpu.launch.launch_plan import Launch, Tensors, run
@@ -110,6 +117,7 @@ def forward_launch(
 
     query, key, value, sinks, cu_q, cu_k, lengths, table, *rest = tensors
     *extras, out, lse, residual, row_max, entropy, max_logit, order, first_tile, counter, tiles, bits = rest
+    statistics = (row_max, entropy, max_logit)
     assert query is not None
     key_bytes = 2 * (problem.head_dim + problem.head_dim_v)
     sizes = host.work_sizes(problem, cfg, query.shape[0], key_bytes)
@@ -123,15 +131,14 @@ def forward_launch(
         host.descriptor(key, (cfg.BOX_ROWS, 1, width), cfg.IS_ORDERED),
         host.descriptor(value, (cfg.BOX_ROWS, 1, width_v), cfg.IS_ORDERED),
         out if problem.has_wide_out else host.descriptor(out, (*rows, cfg.BLOCK_DV), problem.is_packed),
-        lse,
-        *(lse if residual is None else residual, int(residual is not None)),  # lse: to be left alone there
-        *(row_max, entropy, max_logit),
+        # lse: to be left alone there
+        RowTargets(lse, lse if residual is None else residual, int(residual is not None), *statistics),
         *(sinks, Packing(cu_q, cu_k, order, first_tile), counter),
         Cache(lengths, table, host.errors_of(problem, query)),
-        *sizes,
+        sizes,
         host.factors(problem),
-        *(tiles, bits, *mask_strides),
-        *host.extras(problem, *extras),
+        MaskMap(tiles, bits, *mask_strides),
+        host.extras(problem, *extras),
         cfg,
     )
     most = host.most_tiles(problem, query.shape[-3], cfg.BLOCK_M // cfg.PACK)

@@ -18,7 +18,7 @@ What differs from `forward.kernel`:
 FlashAttention-3 (Shah et al., 2024), section 3.3.
 """
 
-from tilewise.gpu.hopper.common.arguments import RowTargets, Sizes
+from tilewise.gpu.hopper.common.arguments import RowTargets, Scales, Sizes
 from tilewise.gpu.hopper.common.channel import Ring, make_tile_ring
 from tilewise.gpu.hopper.common.compat import (
     aggregate,
@@ -60,6 +60,7 @@ from tilewise.gpu.hopper.common.softmax import (
     softcapped,
 )
 from tilewise.gpu.hopper.forward.epilogue import store_lse, store_staged
+from tilewise.gpu.launch.entry import entry
 
 BLOCK_ROWS = gl.constexpr(128)  # rows that share a factor; keys of a tile
 LOG2_LARGEST = gl.constexpr(8.0)  # of P: 256 of 448, see `tilewise.fp8.round_weights`
@@ -79,17 +80,6 @@ class Rings:
     v: Ring
     work: Ring
     smem_o: gl.shared_memory_descriptor  # the slots of q, which are the staging buffers of O
-
-
-@aggregate
-class Scales:
-    """float32 factors of the 8-bit numbers: [heads, blocks] of Q; [kv heads, blocks] of K and V."""
-
-    q: gl.tensor
-    k: gl.tensor
-    v: gl.tensor
-    blocks_q: gl.tensor  # of all sequences
-    blocks_k: gl.tensor
 
 
 @gluon.jit
@@ -323,19 +313,12 @@ def factors_of(work, row, sizes, scales, cfg: gl.constexpr):
     return q_factor, scales.k + first, scales.v + first
 
 
-@gluon.jit(do_not_specialize=[*Sizes._fields, "blocks_q", "blocks_k"])
+@entry(gluon.jit)
 def attn_fwd_fp8_kernel(
-    q_desc, k_desc, v_desc, o_desc, lse_ptr, sinks, packing, counter,
-    q_factors, k_factors, v_factors, blocks_q, blocks_k,
-    batch, seqlen_q, seqlen_k, group_size, num_bh, num_tiles, l2_swizzle, window_left, window_right,
-    rows_k, rows_v, stride_page_table, num_pages, factors, cfg: gl.constexpr,
+    q_desc, k_desc, v_desc, o_desc, lse_ptr, sinks, packing, counter, scales: Scales, sizes: Sizes, factors,
+    cfg: gl.constexpr,
 ):  # fmt: skip
-    """out and lse of every query tile; `cfg` is an FP8Config, the integers are those of `Sizes`."""
-    sizes = Sizes(
-        batch, seqlen_q, seqlen_k, group_size, num_bh, num_tiles, l2_swizzle, window_left, window_right,
-        rows_k, rows_v, stride_page_table, num_pages,
-    )  # fmt: skip
-    scales = Scales(q_factors, k_factors, v_factors, blocks_q, blocks_k)
+    """out and lse of every query tile; `cfg` is an FP8Config."""
     N: gl.constexpr = cfg.WARPGROUPS
     q_ring = make_tile_ring(q_desc, cfg.Q_SLOTS, cfg.Q_CHUNKS, 1)
     k_ring = make_tile_ring(k_desc, cfg.STAGES, 1, N)

@@ -12,7 +12,7 @@ from tilewise.core.kept import kept_on_device
 from tilewise.core.problem import AttentionProblem, Inputs
 from tilewise.core.quantized import KINDS, Quantized, num_blocks
 from tilewise.gpu.hopper.common import host
-from tilewise.gpu.hopper.common.arguments import WARPGROUP_ROWS, FP8Config, Packing
+from tilewise.gpu.hopper.common.arguments import WARPGROUP_ROWS, FP8Config, Packing, Scales
 from tilewise.gpu.launch.launch_plan import Launch, Tensors, run
 
 
@@ -105,8 +105,8 @@ def _forward_launch(problem: AttentionProblem, tensors: Tensors, cfg: FP8Config,
     """rows: of out's first dimension, which packed are all queries."""
     from tilewise.gpu.hopper.fp8.kernel import attn_fwd_fp8_kernel
 
-    (q, k, v), scales = tensors[:3], tensors[3:6]
-    sinks, cu_q, cu_k, out, lse, *ordered, counter = tensors[6:]
+    q, k, v, q_scale, k_scale, v_scale, *rest = tensors
+    sinks, cu_q, cu_k, out, lse, *ordered, counter = rest
     assert q is not None and k is not None and v is not None and out is not None
     heads, blocks, rows_q, width = q.shape
     box = (1, WARPGROUP_ROWS, width)  # of Q: of one warpgroup
@@ -116,8 +116,8 @@ def _forward_launch(problem: AttentionProblem, tensors: Tensors, cfg: FP8Config,
         *(host.box_descriptor(t, t.shape, t.stride(), (1, 1, *t.shape[2:])) for t in (k, v)),
         host.descriptor(out, (WARPGROUP_ROWS, 1, cfg.BLOCK_DV), problem.is_packed),
         *(lse, sinks, Packing(cu_q, cu_k, *ordered), counter),
-        *(*scales, q.shape[1], k.shape[1]),
-        *sizes,
+        Scales(q_scale, k_scale, v_scale, q.shape[1], k.shape[1]),
+        sizes,
         host.factors(problem),
         cfg,
     )

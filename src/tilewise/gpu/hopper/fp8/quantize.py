@@ -7,6 +7,8 @@ is among a block's rows, its factor is NaN.
 import triton
 import triton.language as tl
 
+from tilewise.gpu.launch.entry import entry
+
 BLOCK_ROWS = tl.constexpr(128)
 TO_INTEGER = tl.constexpr(12582912.0)  # 1.5 * 2^23: float32 numbers about as large are integers
 
@@ -94,9 +96,10 @@ def combined(chunks):
     return chunks
 
 
-@triton.jit(do_not_specialize=["batch", "seqlen", "blocks", "heads"])
+@entry(triton.jit)
 def quantize_rows_kernel(
-    x, matrix, values, factors, cu_seqlens, batch, seqlen, stride_b, stride_s, stride_h, dim, blocks, heads,
+    x, matrix, values, factors, cu_seqlens, batch: int, seqlen: int, stride_b, stride_s, stride_h, dim,
+    blocks: int, heads: int,
     BLOCK_D: tl.constexpr, IS_QUERY: tl.constexpr, IS_PACKED: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Blocks of Q or K, one after the other: the next one's rows are on their way while one is computed.
@@ -148,9 +151,9 @@ def stored_key(position):
     return position // 16 * 16 + 8 * c + 2 * t + b
 
 
-@triton.jit(do_not_specialize=["batch", "seqlen"])
+@entry(triton.jit)
 def quantize_values_kernel(
-    x, values, factors, cu_seqlens, batch, seqlen, stride_b, stride_s, stride_h, dim,
+    x, values, factors, cu_seqlens, batch: int, seqlen: int, stride_b, stride_s, stride_h, dim,
     BLOCK_D: tl.constexpr, IS_PACKED: tl.constexpr,
 ):  # fmt: skip
     """One block of one head of V."""

@@ -6,16 +6,18 @@ import triton
 import triton.language as tl
 
 from tilewise.gpu.hopper.common.arguments import FLAG_BITS, WARPGROUP_ROWS, Place
+from tilewise.gpu.launch.entry import entry
 
 ROWS = tl.constexpr(WARPGROUP_ROWS)
 SHIFT = tl.constexpr(FLAG_BITS)
 FLAGS = tl.constexpr((1 << FLAG_BITS) - 1)
 
 
-@triton.jit(do_not_specialize=["stride_b", "stride_h", "heads", "row_tiles", "rows", "keys", "key_tiles"])
+@entry(triton.jit)
 def scan_mask_kernel(
-    mask, states, bits, stride_b, stride_h, stride_row, stride_key,
-    heads, row_tiles, rows, keys, key_tiles, WARPGROUPS: tl.constexpr, BLOCK_N: tl.constexpr,
+    mask, states, bits, stride_b: int, stride_h: int, stride_row, stride_key,
+    heads: int, row_tiles: int, rows: int, keys: int, key_tiles: int,
+    WARPGROUPS: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """bits and state of one tile of WARPGROUPS * 64 rows and BLOCK_N keys.
 
@@ -37,12 +39,10 @@ def scan_mask_kernel(
     store_tile(words, row < rows, keys - tile_k * BLOCK_N, number, states, bits, WARPGROUPS, BLOCK_N)
 
 
-FUNCTION_INTEGERS = ("seqlen_q", "seqlen_k", "heads", "row_tiles", "rows", "columns", "column_tiles")
-
-
-@triton.jit(do_not_specialize=FUNCTION_INTEGERS)
+@entry(triton.jit)
 def scan_function_kernel(
-    captured, states, bits, seqlen_q, seqlen_k, heads, row_tiles, rows, columns, column_tiles,
+    captured, states, bits, seqlen_q: int, seqlen_k: int, heads: int, row_tiles: int, rows: int, columns: int,
+    column_tiles: int,
     WARPGROUPS: tl.constexpr, BLOCK_N: tl.constexpr, IS_TRANSPOSED: tl.constexpr, MASK: tl.constexpr,
 ):  # fmt: skip
     """`scan_mask_kernel` of a mask function, MASK, with queries as rows or, transposed, keys.
@@ -93,8 +93,8 @@ def store_tile(
     tl.store(states + number, flags + (is_visited << SHIFT))
 
 
-@triton.jit(do_not_specialize=["key_tiles"])
-def list_tiles_kernel(states, tiles, key_tiles, BLOCK: tl.constexpr):
+@entry(triton.jit)
+def list_tiles_kernel(states, tiles, key_tiles: int, BLOCK: tl.constexpr):
     """One row of the map: how many tiles are visited before each, and the entries of those that are."""
     map_row = tl.program_id(0).to(tl.int64)
     before = tiles + map_row * (2 * key_tiles + 1)
@@ -112,13 +112,11 @@ def list_tiles_kernel(states, tiles, key_tiles, BLOCK: tl.constexpr):
     tl.store(before + key_tiles, count)
 
 
-LIST_INTEGERS = ("stride_b", "stride_h", "stride_tile", "heads", "group", "key_tiles", "tiles_q")
-
-
-@triton.jit(do_not_specialize=[*LIST_INTEGERS, "offset", "window_left", "window_right"])
+@entry(triton.jit)
 def list_queries_kernel(
-    states, lists, stride_b, stride_h, stride_tile, heads, group, key_tiles, tiles_q,
-    BLOCK_M: tl.constexpr, offset, window_left, window_right, BLOCK: tl.constexpr,
+    states, lists, stride_b: int, stride_h: int, stride_tile: int, heads: int, group: int, key_tiles: int,
+    tiles_q: int, BLOCK_M: tl.constexpr, offset: int, window_left: int, window_right: int,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The query tiles of all heads of a group that a tile of keys visits, by mask, window and causal mask.
 

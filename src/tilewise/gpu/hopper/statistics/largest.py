@@ -14,7 +14,7 @@ alone: see `attn_top_k_kernel`, which does such queries.
 A warpgroup does one thing after the other; the others' products run meanwhile.
 """
 
-from tilewise.gpu.hopper.common.arguments import Cache, Packing, Sizes
+from tilewise.gpu.hopper.common.arguments import Cache, Sizes
 from tilewise.gpu.hopper.common.channel import Ring, make_tile_ring, skip
 from tilewise.gpu.hopper.common.compat import (
     aggregate,
@@ -39,7 +39,8 @@ from tilewise.gpu.hopper.common.scheduler import (
     send,
     send_end,
 )
-from tilewise.gpu.hopper.common.softmax import Factors, columns_of_thread, softcapped
+from tilewise.gpu.hopper.common.softmax import columns_of_thread, softcapped
+from tilewise.gpu.launch.entry import entry
 
 LOWEST = gl.constexpr(-3.4028234e38)  # finite float32
 
@@ -218,24 +219,16 @@ def largest_role(
         work, _ = peek(rings.work, work_use)
 
 
-@gluon.jit(do_not_specialize=[*Sizes._fields, "count", "list_size"])
+@entry(gluon.jit)
 def attn_candidates_kernel(
-    q_desc, k_desc, list_ptr, held_ptr, cu_seqlens_q, cu_seqlens_k, order, first_tile, counter,
-    batch, seqlen_q, seqlen_k, group_size, num_bh, num_tiles, l2_swizzle, window_left, window_right,
-    rows_k, rows_v, stride_page_table, num_pages, scale_log2e, two_over_softcap_log2e, softcap_log2e, scale,
-    count, list_size, cfg: gl.constexpr,
+    q_desc, k_desc, list_ptr, held_ptr, packing, counter, sizes: Sizes, factors, count: int, list_size: int,
+    cfg: gl.constexpr,
 ):  # fmt: skip
     """list_ptr: of each query, placed as in lse, four lists of list_size entries; held_ptr: what these hold.
 
-    count: k. Integers: `Sizes`.
+    count: k.
     """
     wait_for_previous_kernel()
-    sizes = Sizes(
-        batch, seqlen_q, seqlen_k, group_size, num_bh, num_tiles, l2_swizzle, window_left, window_right,
-        rows_k, rows_v, stride_page_table, num_pages,
-    )  # fmt: skip
-    packing = Packing(cu_seqlens_q, cu_seqlens_k, order, first_tile)
-    factors = Factors(scale_log2e, two_over_softcap_log2e, softcap_log2e, scale)
     N: gl.constexpr = cfg.WARPGROUPS
     rings = Rings(
         make_tile_ring(q_desc, N * cfg.SLOTS, cfg.D_CHUNKS, 1),

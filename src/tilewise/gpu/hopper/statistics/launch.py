@@ -14,7 +14,7 @@ from tilewise.core.problem import AttentionProblem, Inputs
 from tilewise.core.statistics import GROUP, NOTHING, Aux, Measured
 from tilewise.gpu.hopper.backward import launch as backward_launch
 from tilewise.gpu.hopper.common import host
-from tilewise.gpu.hopper.common.arguments import WARPGROUP_ROWS, Sizes, StreamConfig
+from tilewise.gpu.hopper.common.arguments import WARPGROUP_ROWS, Packing, Sizes, StreamConfig
 from tilewise.gpu.launch.launch_plan import Launch, Tensors, run
 
 BLOCK_QUERIES = 128  # of a tile in the sums of weights
@@ -137,9 +137,9 @@ def sums_launch(problem: AttentionProblem, tensors: Tensors, cfg: StatisticsConf
     arguments = (
         host.descriptor(query, (cfg.BLOCK_M, 1, cfg.D_CHUNK), problem.is_packed),
         host.descriptor(key, (WARPGROUP_ROWS, 1, cfg.D_CHUNK), problem.is_packed),
-        *(lse, residual, columns, blocks, cu_q, cu_k, order, first_tile, counter),
-        *sizes,
-        *factors._replace(scale=problem.softcap or problem.scale),
+        *(lse, residual, columns, blocks, Packing(cu_q, cu_k, order, first_tile), counter),
+        sizes,
+        factors._replace(scale=problem.softcap or problem.scale),
         cfg,
     )
     most = host.most_tiles(problem, key.shape[-3], cfg.BLOCK_N)
@@ -162,9 +162,9 @@ def candidates_launch(
     arguments = (
         host.descriptor(query, (WARPGROUP_ROWS, 1, cfg.D_CHUNK), problem.is_packed),
         host.descriptor(key, (cfg.BLOCK_N, 1, cfg.D_CHUNK), problem.is_packed),
-        *(lists, held, cu_q, cu_k, order, first_tile, counter),
-        *_sizes(problem, query, key, num_tiles, swizzle * problem.group_size),
-        *host.factors(problem),
+        *(lists, held, Packing(cu_q, cu_k, order, first_tile), counter),
+        _sizes(problem, query, key, num_tiles, swizzle * problem.group_size),
+        host.factors(problem),
         *(count, list_size, cfg),
     )
     most = host.most_tiles(problem, query.shape[-3], cfg.BLOCK_M)

@@ -3,14 +3,15 @@
 from tilewise.gpu.hopper.common.compat import float_of, gl, gluon, start_next_kernel, wait_for_previous_kernel
 from tilewise.gpu.hopper.common.layouts import along
 from tilewise.gpu.hopper.common.softmax import LOG2_E, exp2
+from tilewise.gpu.launch.entry import entry
 
 NO_KEY = gl.constexpr((1 << 31) - 1)
 FEW = gl.constexpr(8)  # candidates in a list
 
 
-@gluon.jit(do_not_specialize=["num_rows", "unit_log2e"])
+@entry(gluon.jit)
 def select_largest_kernel(
-    list_ptr, held_ptr, lse_ptr, residual_ptr, weight_ptr, key_ptr, num_rows, unit_log2e,
+    list_ptr, held_ptr, lse_ptr, residual_ptr, weight_ptr, key_ptr, num_rows: int, unit_log2e,
     COUNT: gl.constexpr, LIST_SIZE: gl.constexpr,
 ):  # fmt: skip
     """Of 32 queries, in `largest`'s lists: weights and keys, of equal ones the lower key first.

@@ -10,10 +10,9 @@ A warpgroup does one thing after the other; the others' products run meanwhile. 
 no atomics, the same bits every time.
 """
 
-from tilewise.gpu.hopper.backward.arguments import ScoreFactors
 from tilewise.gpu.hopper.backward.ranges import locate_keys, mask_transposed, query_tiles
 from tilewise.gpu.hopper.backward.scores import capped
-from tilewise.gpu.hopper.common.arguments import Packing, Sizes
+from tilewise.gpu.hopper.common.arguments import Sizes
 from tilewise.gpu.hopper.common.channel import Ring, make_tile_ring, skip
 from tilewise.gpu.hopper.common.compat import (
     aggregate,
@@ -37,6 +36,7 @@ from tilewise.gpu.hopper.common.scheduler import (
     send_end,
 )
 from tilewise.gpu.hopper.common.softmax import LOG2_E, exp2, partial_sums
+from tilewise.gpu.launch.entry import entry
 
 
 @aggregate
@@ -158,26 +158,17 @@ def sum_role(
         work, _ = peek(rings.work, work_use)
 
 
-@gluon.jit(do_not_specialize=Sizes._fields)
+@entry(gluon.jit)
 def attn_weight_sums_kernel(
-    q_desc, k_desc, lse_ptr, residual_ptr, column_ptr, block_ptr,
-    cu_seqlens_q, cu_seqlens_k, order, first_tile, counter,
-    batch, seqlen_q, seqlen_k, group_size, num_bh, num_tiles, l2_swizzle, window_left, window_right,
-    rows_k, rows_v, stride_page_table, num_pages, scale, scale_log2e, two_over_softcap_log2e, softcap_log2e,
+    q_desc, k_desc, lse_ptr, residual_ptr, column_ptr, block_ptr, packing, counter, sizes: Sizes, factors,
     cfg: gl.constexpr,
 ):  # fmt: skip
     """Sums of every tile of keys of each query head; what is None is not wanted.
 
-    Integers: `Sizes`, whose num_bh counts query heads, whose seqlen_k is that of column_ptr's rows, and whose
+    Of `sizes` num_bh counts query heads, whose seqlen_k is that of column_ptr's rows, and whose
     rows_k and rows_v are block_ptr's strides of a bh and of a tile of queries.
     """
     wait_for_previous_kernel()
-    sizes = Sizes(
-        batch, seqlen_q, seqlen_k, group_size, num_bh, num_tiles, l2_swizzle, window_left, window_right,
-        rows_k, rows_v, stride_page_table, num_pages,
-    )  # fmt: skip
-    packing = Packing(cu_seqlens_q, cu_seqlens_k, order, first_tile)
-    factors = ScoreFactors(scale, scale_log2e, two_over_softcap_log2e, softcap_log2e)
     N: gl.constexpr = cfg.WARPGROUPS
     rings = Rings(
         make_tile_ring(k_desc, N * cfg.SLOTS, cfg.D_CHUNKS, 1),

@@ -10,6 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from tilewise.gpu.launch.entry import entry
 from tilewise.gpu.triton.arguments import BiasSizes, Extras, Sequence, Sizes, Source
 from tilewise.gpu.triton.loops import key_regions
 from tilewise.gpu.triton.primitives import (
@@ -29,15 +30,10 @@ from tilewise.gpu.triton.primitives import (
 from tilewise.gpu.triton.tiles import dot_rows, load_source, sequence_rows
 
 
-@triton.jit(do_not_specialize=Sizes._fields + BiasSizes._fields)
+@entry(triton.jit)
 def attn_bwd_dbias_kernel(
-    q, k, v, do, desc_q, desc_q_rest, desc_do, desc_do_rest, desc_k, desc_k_rest, desc_v, desc_v_rest,
-    shift_ptr, low_ptr, delta_ptr, dbias, ragged, mask, bias, alibi, sinks, dropout_seed, captured, visits,
-    factors,
-    batch, num_heads, seqlen_q, seqlen_k, stride_page_table, num_pages, window_left, window_right,
-    dropout_threshold, num_tiles, num_bh, l2_swizzle,
-    bias_batch, bias_heads, bias_rows, bias_cols, loop_batch, loop_heads, loop_rows, loop_cols,
-    tiles_m, tiles_n, per_split,
+    q: Source, k: Source, v: Source, do: Source, shift_ptr, low_ptr, delta_ptr, dbias,
+    ragged, extras: Extras, factors, sizes: Sizes, shares: BiasSizes,
     ROWS_BROADCAST: tl.constexpr, COLS_BROADCAST: tl.constexpr, OF_DISTANCES: tl.constexpr,
     cfg: tl.constexpr,
 ):  # fmt: skip
@@ -49,25 +45,16 @@ def attn_bwd_dbias_kernel(
     OF_DISTANCES: the tiles that lie as far off the main diagonal are one; dbias (splits * bias_batch,
     bias_heads, tiles_m, BLOCK_M + BLOCK_N) has its distances, the first that of its lower left corner.
     """
-    extras = Extras(mask, bias, alibi, sinks, dropout_seed, captured, visits)
-    q = Source(q, desc_q, desc_q_rest)
-    k = Source(k, desc_k, desc_k_rest)
-    v = Source(v, desc_v, desc_v_rest)
-    do = Source(do, desc_do, desc_do_rest)
-    sizes = Sizes(
-        batch, num_heads, seqlen_q, seqlen_k, stride_page_table, num_pages, window_left, window_right,
-        dropout_threshold, num_tiles, num_bh, l2_swizzle,
-    )  # fmt: skip
     BLOCK_M: tl.constexpr = cfg.BLOCK_M
     BLOCK_N: tl.constexpr = cfg.BLOCK_N
     pid = tl.program_id(0)
-    tile_n = pid % tiles_n
-    tile_m = pid // tiles_n % tiles_m
-    head = pid // (tiles_n * tiles_m)
-    bias_h = head % bias_heads
-    bias_b = head // bias_heads % bias_batch
-    split = head // (bias_heads * bias_batch)
-    iterations = loop_batch * loop_heads * loop_rows * loop_cols
+    tile_n = pid % shares.tiles_n
+    tile_m = pid // shares.tiles_n % shares.tiles_m
+    head = pid // (shares.tiles_n * shares.tiles_m)
+    bias_h = head % shares.bias_heads
+    bias_b = head // shares.bias_heads % shares.bias_batch
+    split = head // (shares.bias_heads * shares.bias_batch)
+    iterations = shares.loop_batch * shares.loop_heads * shares.loop_rows * shares.loop_cols
 
     IS_PACKED: tl.constexpr = ragged.cu_seqlens_q is not None
     IS_CACHED: tl.constexpr = ragged.seqlens_k is not None or ragged.leftpad_k is not None
@@ -77,43 +64,43 @@ def attn_bwd_dbias_kernel(
     )
     i0, col0 = tile_m * BLOCK_M, tile_n * BLOCK_N
     if OF_DISTANCES:  # the first diagonal has the last tile of queries and the first one of keys
-        i0 = (tl.cdiv(bias_rows, BLOCK_M) - 1 - tile_m) * BLOCK_M
+        i0 = (tl.cdiv(shares.bias_rows, BLOCK_M) - 1 - tile_m) * BLOCK_M
     i = (tile_m * BLOCK_M + tl.arange(0, BLOCK_M))[:, None]
     c = (tile_n * BLOCK_N + tl.arange(0, BLOCK_N))[None, :]
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    first = split * per_split
-    last = tl.minimum(first + per_split, iterations)
+    first = split * shares.per_split
+    last = tl.minimum(first + shares.per_split, iterations)
     if IS_UNIFORM:
         count = 1  # tiles of a sequence and head
         if OF_DISTANCES:
             above = tl.cdiv(tl.maximum(-i0, 0), BLOCK_N)  # tiles of keys that have no query here
             i0, col0 = i0 + above * BLOCK_N, above * BLOCK_N
-            count = tl.minimum(tl.cdiv(seqlen_q - i0, BLOCK_N), loop_cols - above)
+            count = tl.minimum(tl.cdiv(sizes.seqlen_q - i0, BLOCK_N), shares.loop_cols - above)
         q_start, k_start, _j0, seq, is_seen = dbias_tile_rows(i0, col0, bias_b, bias_h, ragged, sizes, cfg)
-        last = tl.minimum(last, tl.where(is_seen, count * loop_batch * loop_heads, 0))
+        last = tl.minimum(last, tl.where(is_seen, count * shares.loop_batch * shares.loop_heads, 0))
         rows, columns = i0 + tl.arange(0, BLOCK_M)[:, None], col0 + tl.arange(0, BLOCK_N)[None, :]
-        if i0 + BLOCK_M <= bias_rows and col0 + BLOCK_N <= bias_cols:
+        if i0 + BLOCK_M <= shares.bias_rows and col0 + BLOCK_N <= shares.bias_cols:
             bias_tile = load_scores(extras.bias, rows, columns, seq, False)
         else:
             bias_tile = load_scores(extras.bias, rows, columns, seq, True)
         for n in range(first, last):
             ahead, rest = n % count * BLOCK_N, n // count
-            b, h = bias_b + rest // loop_heads, bias_h + rest % loop_heads
+            b, h = bias_b + rest // shares.loop_heads, bias_h + rest % shares.loop_heads
             acc += dbias_step(
                 q, k, v, do, shift_ptr, low_ptr, delta_ptr, bias_tile, i0 + ahead, col0 + ahead,
-                q_start, k_start, Sequence(b, h, seqlen_q, seqlen_k, seq.offset, seq.first_col),
+                q_start, k_start, Sequence(b, h, sizes.seqlen_q, sizes.seqlen_k, seq.offset, seq.first_col),
                 ragged, extras, sizes, factors, cfg, OF_DISTANCES,
             )  # fmt: skip
         if not OF_DISTANCES:
             acc = tl.where(visible_pairs(i, c, seq, sizes), acc, 0.0)
     else:
         for n in range(first, last):
-            col = tile_n + n % loop_cols  # either the tile is 0 or the loop has one iteration
-            row = n // loop_cols % loop_rows * BLOCK_M + i0
-            rest = n // (loop_cols * loop_rows)
+            col = tile_n + n % shares.loop_cols  # either the tile is 0 or the loop has one iteration
+            row = n // shares.loop_cols % shares.loop_rows * BLOCK_M + i0
+            rest = n // (shares.loop_cols * shares.loop_rows)
             if OF_DISTANCES:
                 row += col * BLOCK_N
-            b, h = bias_b + rest // loop_heads, bias_h + rest % loop_heads
+            b, h = bias_b + rest // shares.loop_heads, bias_h + rest % shares.loop_heads
             q_start, k_start, j0, seq, is_seen = dbias_tile_rows(row, col * BLOCK_N, b, h, ragged, sizes, cfg)
             if is_seen & (row >= 0):
                 offs_i = (row + tl.arange(0, BLOCK_M))[:, None]
@@ -131,10 +118,10 @@ def attn_bwd_dbias_kernel(
         acc = tl.sum(acc, 1, keep_dims=True)
         c = tl.zeros((1, 1), tl.int32)
     wait_for_kernel_before(cfg)
-    own = Sequence(split * bias_batch + bias_b, bias_h, bias_rows, bias_cols, 0, 0)
+    own = Sequence(split * shares.bias_batch + bias_b, bias_h, shares.bias_rows, shares.bias_cols, 0, 0)
     if OF_DISTANCES:
         store_distances(dbias, acc, tile_m, own, BLOCK_M, BLOCK_N)
-    elif (tile_m + 1) * BLOCK_M <= bias_rows and (tile_n + 1) * BLOCK_N <= bias_cols:
+    elif (tile_m + 1) * BLOCK_M <= shares.bias_rows and (tile_n + 1) * BLOCK_N <= shares.bias_cols:
         store_scores(dbias, acc, i, c, own, False)  # without masks, in wide stores
     else:
         store_scores(dbias, acc, i, c, own, True)

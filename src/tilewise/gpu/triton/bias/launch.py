@@ -115,15 +115,15 @@ def _dbias_launch(
     assert r.dbias is not None
     programs = r.dbias.shape[0] * sizes.bias_heads * sizes.tiles_m * sizes.tiles_n
     arguments = (
-        *map(call.rows, (*call.inputs[:3], r.dout)),
-        *call.descriptors((call.inputs.query, r.dout), tile.block_m, tile.has_tma, tile.is_left_shared),
-        *call.descriptors(call.inputs[1:3], tile.block_n, tile.has_tma),
+        call.source(call.inputs.query, tile.block_m, tile.has_tma, tile.is_left_shared),
+        *(call.source(t, tile.block_n, tile.has_tma) for t in call.inputs[1:3]),
+        call.source(r.dout, tile.block_m, tile.has_tma, tile.is_left_shared),
         *(r.shift, r.low, r.delta, ScoreTensor(r.dbias, *r.dbias.stride())),
         call.ragged(),
-        *call.extras(),
+        call.extras(),
         call.factors(),
-        *call.sizes(),
-        *sizes,
+        call.sizes(),
+        sizes,
         *(n == 1 and not problem.bias_of_distances for n in (sizes.bias_rows, sizes.bias_cols)),
         problem.bias_of_distances,
     )

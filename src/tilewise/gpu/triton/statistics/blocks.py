@@ -5,30 +5,23 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from tilewise.gpu.launch.entry import entry
 from tilewise.gpu.triton.arguments import Extras, Sequence, Sizes, Source
 from tilewise.gpu.triton.primitives import exponentials, load_lse, softmax_stats, stat_start
 from tilewise.gpu.triton.statistics.kernels import tile_scores
 from tilewise.gpu.triton.tiles import load_keys, load_tile, row_base, sequence_rows
 
 
-@triton.jit(do_not_specialize=(*Sizes._fields, "block", "blocks_q", "blocks_k"))
+@entry(triton.jit)
 def attn_block_sum_kernel(
-    q, k, lse_ptr, residual_ptr, block_ptr, block, blocks_q, blocks_k,
-    ragged, mask, bias, alibi, sinks, dropout_seed, captured, visits, factors,
-    batch, num_heads, seqlen_q, seqlen_k, stride_page_table, num_pages, window_left, window_right,
-    dropout_threshold, num_tiles, num_bh, l2_swizzle,
+    q, k: Source, lse_ptr, residual_ptr, block_ptr, block: int, blocks_q: int, blocks_k: int,
+    ragged, extras: Extras, factors, sizes: Sizes,
     cfg: tl.constexpr,
 ):  # fmt: skip
     """block_ptr (batch, heads, blocks_q, blocks_k), which holds 0: blocks that nobody sees are left alone."""
     QK: tl.constexpr = cfg.QK
     BLOCK_M: tl.constexpr = cfg.BLOCK_M
     BLOCK_N: tl.constexpr = cfg.BLOCK_N
-    extras = Extras(mask, bias, alibi, sinks, dropout_seed, captured, visits)
-    k = Source(k, None, None)
-    sizes = Sizes(
-        batch, num_heads, seqlen_q, seqlen_k, stride_page_table, num_pages, window_left, window_right,
-        dropout_threshold, num_tiles, num_bh, l2_swizzle,
-    )  # fmt: skip
     pid = tl.program_id(0)
     column, row, bh = pid % blocks_k, pid // blocks_k % blocks_q, pid // blocks_k // blocks_q
     h, b = bh % sizes.num_heads, bh // sizes.num_heads

@@ -16,6 +16,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from tilewise.gpu.launch.entry import entry
 from tilewise.gpu.triton.arguments import Extras, Sequence, Sizes, Source
 from tilewise.gpu.triton.loops import key_regions, query_regions, tile_loops, tile_start
 from tilewise.gpu.triton.primitives import (
@@ -54,22 +55,14 @@ def tile_scores(
     return s
 
 
-@triton.jit(do_not_specialize=Sizes._fields)
+@entry(triton.jit)
 def attn_row_statistics_kernel(
-    q, k, desc_k, desc_k_rest, lse_ptr, residual_ptr, row_max_ptr, entropy_ptr, distance_ptr,
-    ragged, mask, bias, alibi, sinks, dropout_seed, captured, visits, factors,
-    batch, num_heads, seqlen_q, seqlen_k, stride_page_table, num_pages, window_left, window_right,
-    dropout_threshold, num_tiles, num_bh, l2_swizzle,
+    q, k: Source, lse_ptr, residual_ptr, row_max_ptr, entropy_ptr, distance_ptr,
+    ragged, extras: Extras, factors, sizes: Sizes,
     cfg: tl.constexpr,
 ):  # fmt: skip
     """What belongs to BLOCK_M queries of one head; what is None is not wanted. Grid: as of the forward."""
     QK: tl.constexpr = cfg.QK
-    extras = Extras(mask, bias, alibi, sinks, dropout_seed, captured, visits)
-    k = Source(k, desc_k, desc_k_rest)
-    sizes = Sizes(
-        batch, num_heads, seqlen_q, seqlen_k, stride_page_table, num_pages, window_left, window_right,
-        dropout_threshold, num_tiles, num_bh, l2_swizzle,
-    )  # fmt: skip
     BLOCK_M: tl.constexpr = cfg.BLOCK_M
     BLOCK_N: tl.constexpr = cfg.BLOCK_N
     HAS_ENTROPY: tl.constexpr = entropy_ptr is not None
@@ -127,12 +120,10 @@ def attn_row_statistics_kernel(
         tl.store(distance_ptr + at, distance / total, mask=exists)
 
 
-@triton.jit(do_not_specialize=(*Sizes._fields, "last_rows"))
+@entry(triton.jit)
 def attn_column_sum_kernel(
-    q, k, desc_q, desc_q_rest, lse_ptr, residual_ptr, column_ptr, column_batch, column_head, last_rows,
-    IS_OF_GROUP: tl.constexpr, ragged, mask, bias, alibi, sinks, dropout_seed, captured, visits, factors,
-    batch, num_heads, seqlen_q, seqlen_k, stride_page_table, num_pages, window_left, window_right,
-    dropout_threshold, num_tiles, num_bh, l2_swizzle,
+    q: Source, k: Source, lse_ptr, residual_ptr, column_ptr, column_batch, column_head, last_rows: int,
+    IS_OF_GROUP: tl.constexpr, ragged, extras: Extras, factors, sizes: Sizes,
     cfg: tl.constexpr,
 ):  # fmt: skip
     """Sums of BLOCK_N keys of one key head, for each query head or, IS_OF_GROUP, over those that share it.
@@ -141,13 +132,6 @@ def attn_column_sum_kernel(
     last `last_rows` queries of a sequence count.
     """
     QK: tl.constexpr = cfg.QK
-    extras = Extras(mask, bias, alibi, sinks, dropout_seed, captured, visits)
-    q = Source(q, desc_q, desc_q_rest)
-    k = Source(k, None, None)
-    sizes = Sizes(
-        batch, num_heads, seqlen_q, seqlen_k, stride_page_table, num_pages, window_left, window_right,
-        dropout_threshold, num_tiles, num_bh, l2_swizzle,
-    )  # fmt: skip
     BLOCK_M: tl.constexpr = cfg.BLOCK_M
     BLOCK_N: tl.constexpr = cfg.BLOCK_N
     num_kv_heads = sizes.num_heads // cfg.GROUP_SIZE

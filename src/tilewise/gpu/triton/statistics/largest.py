@@ -10,6 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from tilewise.gpu.launch.entry import entry
 from tilewise.gpu.triton.arguments import Extras, Sizes, Source
 from tilewise.gpu.triton.loops import key_regions
 from tilewise.gpu.triton.primitives import (
@@ -27,13 +28,10 @@ from tilewise.gpu.triton.tiles import load_keys, load_tile, query_tile, row_base
 BEYOND = tl.constexpr((1 << 31) - 1)  # a key or column that there is none of
 
 
-@triton.jit(do_not_specialize=(*Sizes._fields, "list_size"))
+@entry(triton.jit)
 def attn_top_k_kernel(
-    q, k, desc_k, desc_k_rest, lse_ptr, residual_ptr, weight_ptr, key_ptr, held_ptr, list_size,
-    COUNT: tl.constexpr, PADDED: tl.constexpr,
-    ragged, mask, bias, alibi, sinks, dropout_seed, captured, visits, factors,
-    batch, num_heads, seqlen_q, seqlen_k, stride_page_table, num_pages, window_left, window_right,
-    dropout_threshold, num_tiles, num_bh, l2_swizzle,
+    q, k: Source, lse_ptr, residual_ptr, weight_ptr, key_ptr, held_ptr, list_size: int,
+    COUNT: tl.constexpr, PADDED: tl.constexpr, ragged, extras: Extras, factors, sizes: Sizes,
     cfg: tl.constexpr,
 ):  # fmt: skip
     """Of BLOCK_M queries of one head; weight_ptr and key_ptr have COUNT entries a query.
@@ -45,12 +43,6 @@ def attn_top_k_kernel(
     QK: tl.constexpr = cfg.QK
     BLOCK_M: tl.constexpr = cfg.BLOCK_M
     BLOCK_N: tl.constexpr = cfg.BLOCK_N
-    extras = Extras(mask, bias, alibi, sinks, dropout_seed, captured, visits)
-    k = Source(k, desc_k, desc_k_rest)
-    sizes = Sizes(
-        batch, num_heads, seqlen_q, seqlen_k, stride_page_table, num_pages, window_left, window_right,
-        dropout_threshold, num_tiles, num_bh, l2_swizzle,
-    )  # fmt: skip
     if held_ptr is not None:
         wait_for_kernel_before(cfg)  # which has stored the largest of the candidates
     i0, q_start, k_start, seq = query_tile(sizes, ragged, BLOCK_M)

@@ -76,8 +76,8 @@ def _row_launch(problem: AttentionProblem, tensors: Tensors) -> Launch:
     call = Call(problem, tuple(known))
     tile = call.tile("forward")
     arguments = (
-        *map(call.rows, call.inputs[:2]),
-        *call.descriptors((call.inputs.key,), tile.block_n, tile.has_tma),
+        call.rows(call.inputs.query),
+        call.source(call.inputs.key, tile.block_n, tile.has_tma),
         *(call.results.lse, call.results.residual, row_max, entropy, distance),
     )
     return call.launch_tiled(attn_row_statistics_kernel, tile, arguments)
@@ -92,8 +92,8 @@ def _column_launch(problem: AttentionProblem, tensors: Tensors, last_rows: int, 
     tile = call.tile("dkdv")
     strides = (0, columns.stride(0)) if problem.has_packed_keys else columns.stride()[:2]
     arguments = (
-        *map(call.rows, call.inputs[:2]),
-        *call.descriptors((call.inputs.query,), tile.block_m, tile.has_tma),
+        call.source(call.inputs.query, tile.block_m, tile.has_tma),
+        call.source(call.inputs.key),
         *(call.results.lse, call.results.residual, columns, *strides, last_rows, is_of_group),
     )
     return call.launch_tiled(attn_column_sum_kernel, tile, arguments, by_key=True)
@@ -106,9 +106,10 @@ def _block_launch(problem: AttentionProblem, tensors: Tensors, size: int) -> Lau
     assert blocks is not None
     call = Call(problem, tuple(known))
     arguments = (
-        *map(call.rows, call.inputs[:2]),
+        call.rows(call.inputs.query),
+        call.source(call.inputs.key),
         *(call.results.lse, call.results.residual, blocks, size, *blocks.shape[2:]),
-        *(call.ragged(), *call.extras(), call.factors(), *call.sizes()),
+        *(call.ragged(), call.extras(), call.factors(), call.sizes()),
     )
     return call.launch(attn_block_sum_kernel, call.tile("forward"), blocks.numel(), arguments)
 
@@ -123,8 +124,8 @@ def _top_k_launch(problem: AttentionProblem, tensors: Tensors, count: int, list_
     is_plain = (problem.dtype, problem.precision) == (torch.float32, "ieee")
     tile = call.tile("forward_short" if is_plain else "forward")
     arguments = (
-        *map(call.rows, call.inputs[:2]),
-        *call.descriptors((call.inputs.key,), tile.block_n, tile.has_tma),
+        call.rows(call.inputs.query),
+        call.source(call.inputs.key, tile.block_n, tile.has_tma),
         *(call.results.lse, call.results.residual, weights, keys, held),
         *(list_size, count, 1 << (count - 1).bit_length()),
     )
