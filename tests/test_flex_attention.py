@@ -285,6 +285,22 @@ def test_sizes_may_be_numpys_or_tensors():
     assert all(type(n) is int for n in (*found.shape, *found.BLOCK_SIZE))
 
 
+@pytest.mark.parametrize("place", [40, 63])
+def test_a_wrong_index_raises_as_in_the_call(place):
+    """Beside keys that are hidden for certain, and keys that are visible; not where others hide the key."""
+    keep, places = torch.ones(40, dtype=torch.bool), torch.arange(64)
+    keep[3], places[40:] = False, 0
+    places[place] = 40
+    with pytest.raises(
+        IndexError, match=r"index 40 in dimension 0 .*\(40,\) is out of range \(line .*keep\["
+    ):
+        ours.create_block_mask(lambda b, h, i, j: keep[places[j]], None, None, 64, 64, "cpu", 64)
+    mask = ours.create_block_mask(
+        lambda b, h, i, j: (j != place) & keep[places[j]], None, None, 64, 64, "cpu", 32
+    )
+    assert mask.sparsity() == 0
+
+
 def test_bad_sizes():
     for sizes in ((None, None, 0, 8), (None, True, 8, 8), (None, None, 8, 8.0)):
         with pytest.raises(ValueError, match="at least 1"):

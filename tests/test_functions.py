@@ -18,6 +18,7 @@ from tilewise.core.functions import interval
 from tilewise.core.functions.captured import check_indices, pack
 from tilewise.core.functions.derivative import derivative
 from tilewise.core.functions.evaluate import Buffers, Evaluator, Values
+from tilewise.core.functions.operations import elementary
 from tilewise.core.functions.tile_map import EMPTY, FULL, edges, tile_kinds
 from tilewise.core.functions.trace import trace
 from tilewise.flex_attention import create_block_mask
@@ -114,6 +115,11 @@ WHOLE = {  # of any number, in PyTorch and here
     "clamps": lambda x: torch.clamp_max(x.clamp_min(-1.0), 2.0),
     "copysign": lambda x: torch.copysign(x * x, x),
     "elu": lambda x: nn.elu(x, 1.3),
+    "entr": lambda x: torch.special.entr(x * x + 0.1),
+    "erfcx": lambda x: torch.special.erfcx(x.abs()) + torch.erfc(x),
+    "exp2": lambda x: torch.exp2(x / 8) + torch.log2(x * x + 1) + torch.logaddexp2(x, x / 2 + 1),
+    "float_power": lambda x: torch.float_power(x * x + 1, 2) + torch.round(x, decimals=1),
+    "fmod": lambda x: torch.fmod(x, 0.7) + x % -1.3,
     "fmax": lambda x: torch.fmax(x, x * x / 2) + torch.fmin(x, 1 - x),
     "gelu": lambda x: nn.gelu(x) + nn.gelu(x, approximate="tanh"),
     "hard": lambda x: nn.hardtanh(x) + nn.hardsigmoid(x) + nn.hardswish(x) + nn.relu6(x),
@@ -129,10 +135,12 @@ WHOLE = {  # of any number, in PyTorch and here
     "logs": lambda x: torch.log10(x * x + 1) + torch.xlogy(x, x * x + 1),
     "logsigmoid": nn.logsigmoid,
     "mish": nn.mish,
+    "ndtr": lambda x: torch.special.ndtr(x) + torch.special.log_ndtr(x),
     "nan_to_num": lambda x: torch.nan_to_num(torch.where(x < -5, math.nan, x), 2.0) * torch.frac(x),
     "searchsorted": lambda x: x * torch.searchsorted(PLACED, x, side="right"),
     "selu": nn.selu,
     "shrinks": lambda x: nn.softshrink(x) + nn.hardshrink(x, 0.2) + nn.tanhshrink(x),
+    "sinc": lambda x: torch.sinc(x) + torch.special.xlog1py(x, x * x) + torch.special.expit(x),
     "sinh": lambda x: torch.sinh(x / 4) * torch.cosh(x / 8) + torch.asinh(x),
     "softplus": lambda x: nn.softplus(x) + nn.softplus(x, beta=2.0, threshold=3.0),
     "softsign": lambda x: nn.softsign(x).mul_(2).type(x.dtype) + torch.deg2rad(x).squeeze(),
@@ -162,6 +170,92 @@ def test_what_is_put_together_is_as_exact_as_pytorchs(function):
         assert errors[0] <= max(2 * errors[1], 3e-7)
     for ours, exact in zip(own(torch.float64), of_pytorch(torch.float64)):
         torch.testing.assert_close(ours.expand_as(exact), exact, rtol=1e-7, atol=1e-8)
+
+
+EDGES = [0.0, 1e-30, 1e-8, 0.3, 0.5, 1.0, 1.5, 2.0, 3.0, 6.0, 9.1, 27.0, 89.0, 1e4, 1e30, math.inf]
+EDGES = torch.tensor([*EDGES, *(-x for x in EDGES if x), math.nan])
+
+
+def tables(xs, dtype, function):
+    """The value and the slopes of a function of numbers at xs, and PyTorch's in that dtype."""
+    ours, theirs = ([x.detach().to(dtype).requires_grad_() for x in xs] for _ in range(2))
+    found, n = trace(None, lambda s, b, h, i, j: function(*(t[i] for t in ours))), len(xs[0])
+    graph, value, _, loads = derivative(found.functions)
+    zero = torch.zeros((), dtype=torch.long)
+    values = Values(torch.zeros(n, dtype=dtype), zero, zero, torch.arange(n), zero, dtype)
+    buffers = pack(found, torch.zeros(0, dtype=dtype))
+    slopes = [torch.zeros(n, dtype=dtype) for _ in xs]
+    evaluate = Evaluator(graph, found.functions, buffers, values)
+    for load, slope in loads.items():
+        place = next(n for n, t in enumerate(ours) if t is found.tensors[graph.nodes[load].value])
+        slopes[place] = slopes[place] + evaluate(slope).detach()
+    exact = function(*theirs)
+    return (evaluate(value).detach(), *slopes), (exact.detach(), *torch.autograd.grad(exact.sum(), theirs))
+
+
+@pytest.mark.parametrize("name", [*elementary._FORMULAS])
+def test_formulas_are_as_exact_as_pytorchs(name):
+    """Which stand in kernels; here in PyTorch's operations, of numbers large and small."""
+    of_two = name in ("mod", "floordiv")
+    function = {"mod": torch.remainder, "floordiv": torch.floor_divide}.get(name) or (
+        getattr(torch.special if name == "erfcx" else torch, name)
+    )
+    near = torch.linspace(-12, 12, 997)
+    xs = [torch.cat([EDGES, near]), torch.cat([EDGES, near.flip(0) * 0.7])][: 1 + of_two]
+    if of_two:
+        pairs = torch.cartesian_prod(EDGES, EDGES)
+        xs = [torch.cat([x, pair]) for x, pair in zip(xs, pairs.T)]
+    for dtype, error in ((torch.float32, 4e-7), (torch.float64, 4e-15)):
+        found = trace(None, lambda s, b, h, i, j: function(*(x[i] for x in xs)))
+        graph = found.functions.graph
+        root = elementary.formulas(graph)[found.functions.score]
+        i, zero = torch.arange(len(xs[0])), torch.zeros((), dtype=torch.long)
+        buffers = pack(found, torch.zeros(0, dtype=dtype))
+        ours = Evaluator(graph, found.functions, buffers, Values(None, zero, zero, i, zero, dtype))(root)
+        exact = function(*(x.double() for x in xs)).to(dtype)
+        if of_two and dtype == torch.float32:  # whose rest float64 has of other numbers
+            exact = function(*xs)
+        usual = exact.abs() < 1e37 if name == "erfcx" else ~(xs[0] / xs[-1]).isinf() | (xs[-1] == 0)
+        torch.testing.assert_close(ours[usual], exact[usual], rtol=error, atol=1e-37, equal_nan=True)
+
+
+EXTREMES = {  # functions that are put together of others, at numbers that one of these can't hold
+    "acos": torch.acos, "acosh": torch.acosh, "asin": torch.asin, "asinh": torch.asinh, "cosh": torch.cosh,
+    "atanh": lambda x: torch.atanh(x.clamp(-1, 1)), "atan2": torch.atan2, "hypot": torch.hypot,
+    "entr": lambda x: torch.special.entr(torch.where(x == 0, 1.0, x)),
+    "logit": lambda x: torch.logit(x.abs().clamp(max=1)),
+    "softshrink": nn.softshrink, "xlogy": torch.xlogy,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", EXTREMES)
+def test_extremes_are_pytorchs(name):
+    """Values, and slopes where PyTorch's don't overflow."""
+    xs = torch.cartesian_prod(EDGES, EDGES).T if name in ("atan2", "hypot", "xlogy") else EDGES[None]
+    (value, *slopes), (exact, *exact_slopes) = tables(xs, torch.float32, EXTREMES[name])
+    torch.testing.assert_close(value, exact, rtol=2e-6, atol=1e-7, equal_nan=True)
+    usual = ((xs == 0) | ((xs.abs() > 1e-9) & (xs.abs() < 1e9))).all(0) & ~exact.isnan()
+    for ours, theirs in zip(slopes, exact_slopes):
+        known = usual & ~theirs.isnan()
+        torch.testing.assert_close(ours[known], theirs[known], rtol=2e-6, atol=1e-7)
+
+
+def test_functions_of_integers_and_bounds_of_nan():
+    """Integers become floats before they are multiplied; a bound of NaN leaves no number."""
+    large = torch.tensor([3 * 10**9, 5 * 10**9, -(2**62), 7])
+    bounds = torch.tensor([1.0, math.nan, 0.5, -1.0])
+    q = torch.zeros(1, 4, 1, 8)
+    for function in (
+        lambda i: torch.asinh(large[i]), lambda i: torch.hypot(large[i], bounds[i * 0]),
+        lambda i: torch.logaddexp(large[i], bounds[0]) * 1e-9, lambda i: torch.copysign(large[i], bounds[3]),
+        lambda i: torch.clamp(bounds[0] * 3, max=bounds[i]), lambda i: torch.clamp(bounds[0], min=bounds[i]),
+    ):  # fmt: skip
+        _, lse = tilewise.attention(
+            q, q[:, :1], q[:, :1], backend="tiled", return_lse=True,
+            score_mod=lambda s, b, h, i, j, f=function: torch.nan_to_num(f(i), nan=-5.0),
+        )  # fmt: skip
+        exact = torch.nan_to_num(function(torch.arange(4)).float(), nan=-5.0)
+        torch.testing.assert_close(lse[0, 0], exact, rtol=1e-6, atol=1e-6)
 
 
 def test_tables_by_functions_of_tensors():

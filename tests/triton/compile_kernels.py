@@ -77,9 +77,11 @@ def _learned(heads: int, reads_each: bool) -> str:
 
 
 MASK_ALONE = trace(lambda b, h, i, j: j <= i, None).functions.text
+ELEMENTARY = trace(None, lambda s, *_: torch.fmod(torch.erf(s), 0.5)).functions.text
 CASES = {
     "functions_d64": Case(64, 64, options={"functions": _functions(4)}, extras=("captured",)),
     "functions_d128": Case(128, 128, options={"functions": _functions(4)}, extras=("captured",), kv_heads=2),
+    "functions_elementary": Case(64, 64, options={"functions": ELEMENTARY}),
     "functions_mask": Case(64, 64, options={"functions": MASK_ALONE}),
     "functions_packed": Case(
         128, 128, options={"functions": _functions(4)}, extras=("captured", "packed", "bias", "sinks")

@@ -30,7 +30,7 @@ REST = (
         "paged",
         "paged_8_bits",
     ),
-    *("functions_mask", "functions_d64", "functions_d128", "functions_packed"),
+    *("functions_mask", "functions_d64", "functions_d128", "functions_packed", "functions_elementary"),
     *("learned_d64", "learned_d128"),
 )
 DECODING = (

@@ -94,6 +94,20 @@ def test_every_operation():
     check([randn(1, 40, 2, 16) for _ in range(3)], mask_mod=mask_mod, score_mod=score_mod)
 
 
+def test_formulas():
+    """What kernels have no instruction for."""
+
+    def mask_mod(b, h, i, j):
+        return (((i - j) ** (j % 5) + 2**h) % 7 < 5) | (i == j)
+
+    def score_mod(s, b, h, i, j):
+        y = torch.erf(s) + torch.erfc(s) * torch.atan2(s, i - 9.5) + torch.asinh(s) + torch.exp2(-s.abs())
+        y = y + s.abs() ** (1.3 + j % 2) / 9 + torch.log10(s * s + 1) + (s + 0.7) % -1.3
+        return y + (i * 0.37) // 1.1 * 0.1 + torch.fmod(j * -0.37, 1.1)
+
+    check([randn(1, 40, 2, 16) for _ in range(3)], mask_mod=mask_mod, score_mod=score_mod)
+
+
 def test_a_function_of_zero_may_be_nan():
     """Rows that fill up a tile have scores of 0."""
     check([randn(1, 40, 2, 16) for _ in range(3)], score_mod=lambda s, *_: s * s / s)

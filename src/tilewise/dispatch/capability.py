@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from tilewise.core.functions.expression import LENGTH, decode, rare_operation, reads_by_score
+from tilewise.core.functions.expression import LENGTH, decode, reads_by_score
 from tilewise.core.problem import AttentionProblem
 from tilewise.gpu.functions.distances import of_distances
 
@@ -183,9 +183,6 @@ ROWS = (
     Row("gradient of tensors at an index that depends on the score", _has_gradient_by_score, dict.fromkeys(
         ("triton backward", "llvm backward"),
         "has no gradient of tensors that are read at an index that depends on the score",
-    ), is_rare=True),
-    Row("functions with rare operations", lambda p: rare_operation(p.functions), dict.fromkeys(
-        BACKENDS[:-1], "prints no erf or atan, no % or // of floats, no power but 0.5 and whole ones up to 16"
     ), is_rare=True),
     Row("window", lambda p: p.has_window, {"aten": "has no window"}),
     Row("softcap", lambda p: p.softcap > 0, {"aten": "has no softcap"}),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tilewise.core.functions.captured import doubt, out_of_range
+from tilewise.core.functions.captured import doubt, raise_if_wrong
 from tilewise.core.functions.derivative import derivative, tangent
 from tilewise.core.functions.evaluate import Evaluator, Values, add_at, times
 from tilewise.core.functions.expression import decode
@@ -104,26 +104,13 @@ class FunctionTile:
         Raises:
             IndexError: which tensor it is.
         """
-        for n in sorted(self.functions.guarded):
+        if by_head.is_cpu:
+            raise_if_wrong(self._forward, by_head != -torch.inf)
+            return
+        for n in self.functions.guarded:  # to look would wait for the GPU
             wrong = self._forward.is_wrong(n)
-            if wrong is None:
-                continue
-            wrong = wrong & (by_head != -torch.inf)
-            if wrong.device.type != "cpu":  # to look would wait for the GPU
-                by_head.masked_fill_(wrong, torch.nan)
-            elif wrong.any():
-                raise IndexError(self._out_of_range(n, wrong))
-
-    def _out_of_range(self, n: int, wrong: Tensor) -> str:
-        """The first wrong index of load n, with its dimension and the user's line."""
-        node = self.functions.graph.nodes[n]
-        shape = self.segment.buffers.places(self.functions.tensors)[node.value][1]
-        found = []
-        for dimension, (argument, size) in enumerate(zip(node.args, shape)):
-            index = torch.as_tensor(self._forward(argument)).expand(wrong.shape)[wrong]
-            found += [(dimension, int(x)) for x in index[(index < -size) | (index >= size)][:1]]
-        dimension, first = found[0]
-        return out_of_range(self.functions, n, dimension, first, shape)
+            if wrong is not None:
+                by_head.masked_fill_(wrong & (by_head != -torch.inf), torch.nan)
 
     def backward(self, ds: Tensor, total: Tensor | None) -> Tensor:
         """The gradient of the scores before the functions, from that after them, ds.

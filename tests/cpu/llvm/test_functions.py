@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import operator
 import random
 
@@ -114,6 +115,40 @@ def every_operation():
 
 def test_every_operation():
     check([torch.randn(1, 40, 2, 8, dtype=torch.double) for _ in range(3)], **every_operation())
+
+
+def test_formulas():
+    """What kernels have no instruction for."""
+
+    def mask_mod(b, h, i, j):
+        return (((i - j) ** (j % 5) + 2**h) % 7 < 5) | (i == j)
+
+    def score_mod(s, b, h, i, j):
+        return torch.erf(s) + s.abs() ** (1.3 + h) / 9 + (s + 0.7) % -1.3
+
+    leaves = [torch.randn(1, 40, 2, 8, dtype=torch.double) for _ in range(3)]
+    check(leaves, mask_mod=mask_mod, score_mod=score_mod)
+
+
+def test_powers_and_rests_of_any_numbers():
+    """As PyTorch's, of float32: exact rests however large the quotient, and NaN where there is no power."""
+    numbers = torch.tensor([0.0, 0.5, -0.5, 1, -1, 2, -3, 1e5, -1e20, math.inf, -math.inf, math.nan])
+    a, b = torch.cartesian_prod(numbers, numbers).T.contiguous()
+    q = torch.zeros(1, len(a), 1, 8)
+
+    def found(function):
+        def score_mod(s, batch, h, i, j):
+            return torch.nan_to_num(function(a[i], b[i]), 3e37, 1e37, -1e37)
+
+        one = q[:, :1]
+        return tilewise.attention(q, one, one, score_mod=score_mod, backend="llvm", return_lse=True)[1][0, 0]
+
+    rests = [math.fmod(x, y) if abs(x) < math.inf and y else math.nan for x, y in zip(a.tolist(), b.tolist())]
+    for function, exact in (
+        (torch.pow, torch.pow(a, b)), (torch.fmod, torch.tensor(rests)), (torch.floor_divide, a // b),
+    ):  # fmt: skip
+        exact = torch.nan_to_num(exact, 3e37, 1e37, -1e37)
+        torch.testing.assert_close(found(function), exact, rtol=3e-7, atol=0)
 
 
 def test_every_operation_of_few_queries():
@@ -256,8 +291,6 @@ def test_maps_do_not_grow_with_the_square(monkeypatch):
 def test_what_is_not_printed_is_refused():
     x, table = torch.randn(1, 6, 1, 4, requires_grad=True), torch.ones(6, requires_grad=True)
     large = torch.ones(1 << 12, (1 << 10) + 1, requires_grad=True)
-    with pytest.raises(NotImplementedError, match=r"no erf.*'tiled' would serve"):
-        tilewise.attention(x, x, x, backend="llvm", score_mod=lambda s, *_: torch.erf(s))
     for said, wrong in (
         (r"of \d+ numbers", lambda s, b, h, i, j: s * large[i, j]),
         ("at an index that depends on the score", lambda s, b, h, i, j: s + table[s.long().clamp(0, 5)]),

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from tilewise.core.functions import interval
-from tilewise.core.functions.evaluate import Buffers
+from tilewise.core.functions.evaluate import Buffers, Evaluator
 from tilewise.core.functions.expression import BOOL, FLOAT, INT, LENGTH, Functions, Graph
 from tilewise.core.functions.trace import Trace, line_of_load
 from tilewise.core.kept import integers_on, kept
@@ -125,6 +125,22 @@ def out_of_range(functions: Functions, n: int, dimension: int, index: int, shape
         f"index {index} in dimension {dimension} of a captured tensor of shape {shape} is out of range "
         f"(line {line_of_load(functions, n)})"
     )
+
+
+def raise_if_wrong(evaluate: Evaluator, where: Tensor) -> None:
+    """Raises IndexError if a guarded load reads out of range `where` that counts."""
+    functions = evaluate.functions
+    for n in sorted(functions.guarded):
+        outside = evaluate.is_wrong(n)
+        wrong = None if outside is None else outside & where
+        if wrong is None or not wrong.any():
+            continue
+        node = functions.graph.nodes[n]
+        shape = evaluate.places[node.value][1]
+        for dimension, (argument, size) in enumerate(zip(node.args, shape)):
+            index = evaluate(argument).expand(wrong.shape)[wrong]
+            for one in index[(index < -size) | (index >= size)][:1]:
+                raise IndexError(out_of_range(functions, n, dimension, int(one), shape))
 
 
 def doubt(graph: Graph, root: int, guarded: Collection[int]) -> int | None:

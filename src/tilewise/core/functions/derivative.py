@@ -89,8 +89,8 @@ def _terms(graph: Graph, n: int, g: int) -> list[tuple[int, int]]:
         case "div":
             by = graph.cast(b, FLOAT)
             return [(a, add("div", g, by)), (b, add("neg", add("div", add("mul", g, n), by)))]
-        case "mod":
-            quotient = add("floor", add("div", a, b))
+        case "mod" | "fmod":
+            quotient = add("floordiv", a, b) if node.op == "mod" else add("trunc", add("div", a, b))
             return [(a, g), (b, add("neg", add("mul", g, quotient)))]
         case "pow":
             return _of_power(graph, n, g)
@@ -118,7 +118,7 @@ def _of_power(graph: Graph, n: int, g: int) -> list[tuple[int, int]]:
     exponent = graph.value(b)
     if exponent == 0:
         return []
-    if exponent == 0.5:  # kernels have roots, and no power of -0.5
+    if exponent == 0.5:
         return [(a, add("mul", g, add("div", const(0.5), n)))]
     less = add("sub", b, const(1.0 if graph.nodes[b].kind == FLOAT else 1))
     slope = add("mul", graph.cast(b, FLOAT), add("pow", a, less))
@@ -130,21 +130,55 @@ def _of_power(graph: Graph, n: int, g: int) -> list[tuple[int, int]]:
     return [(a, add("mul", g, slope)), (b, add("mul", g, by_exponent))]
 
 
+def _bell(graph: Graph, a: int, height: float) -> int:
+    """height * e^(-a^2)"""
+    square = graph.add("mul", a, a)
+    return graph.add("mul", graph.const(height), graph.add("exp", graph.add("neg", square)))
+
+
+def _one_and_square(graph: Graph, a: int) -> int:
+    return graph.add("add", graph.const(1.0), graph.add("mul", a, a))
+
+
+def _one_less_square(graph: Graph, a: int) -> int:
+    one = graph.const(1.0)
+    return graph.add("mul", graph.add("sub", one, a), graph.add("add", one, a))
+
+
+def _square_less_one(graph: Graph, a: int) -> int:
+    one = graph.const(1.0)
+    return graph.add("mul", graph.add("sub", a, one), graph.add("add", a, one))
+
+
+def _inverse_root(graph: Graph, a: int) -> int:
+    return graph.add("div", graph.const(1.0), graph.add("sqrt", a))
+
+
 _SLOPES: dict[str, Callable[[Graph, int, int], int]] = {  # of (graph, argument, the function's value)
     "exp": lambda graph, a, n: n,
+    "exp2": lambda graph, a, n: graph.add("mul", n, graph.const(math.log(2))),
     "expm1": lambda graph, a, n: graph.add("exp", a),  # n + 1 has no digits of small ones
     "log": lambda graph, a, n: graph.add("div", graph.const(1.0), a),
+    "log2": lambda graph, a, n: graph.add("div", graph.const(1 / math.log(2)), a),
+    "log10": lambda graph, a, n: graph.add("div", graph.const(1 / math.log(10)), a),
     "log1p": lambda graph, a, n: graph.add("div", graph.const(1.0), graph.add("add", a, graph.const(1.0))),
     "tanh": lambda graph, a, n: graph.add("sub", graph.const(1.0), graph.add("mul", n, n)),
     "sqrt": lambda graph, a, n: graph.add("div", graph.const(0.5), n),
     "sin": lambda graph, a, n: graph.add("cos", a),
     "cos": lambda graph, a, n: graph.add("neg", graph.add("sin", a)),
-    "atan": lambda graph, a, n: graph.add(
-        "div", graph.const(1.0), graph.add("add", graph.const(1.0), graph.add("mul", a, a))
-    ),
-    "erf": lambda graph, a, n: graph.add(
-        "mul",
+    "sinh": lambda graph, a, n: graph.add("cosh", a),
+    "cosh": lambda graph, a, n: graph.add("sinh", a),
+    "asin": lambda graph, a, n: _inverse_root(graph, _one_less_square(graph, a)),
+    "acos": lambda graph, a, n: graph.add("neg", _inverse_root(graph, _one_less_square(graph, a))),
+    "atan": lambda graph, a, n: graph.add("div", graph.const(1.0), _one_and_square(graph, a)),
+    "asinh": lambda graph, a, n: _inverse_root(graph, _one_and_square(graph, a)),
+    "acosh": lambda graph, a, n: _inverse_root(graph, _square_less_one(graph, a)),
+    "atanh": lambda graph, a, n: graph.add("div", graph.const(1.0), _one_less_square(graph, a)),
+    "erf": lambda graph, a, n: _bell(graph, a, 2 / math.sqrt(math.pi)),
+    "erfc": lambda graph, a, n: _bell(graph, a, -2 / math.sqrt(math.pi)),
+    "erfcx": lambda graph, a, n: graph.add(
+        "sub",
+        graph.add("mul", graph.const(2.0), graph.add("mul", a, n)),
         graph.const(2 / math.sqrt(math.pi)),
-        graph.add("exp", graph.add("neg", graph.add("mul", a, a))),
     ),
 }

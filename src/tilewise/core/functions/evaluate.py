@@ -167,6 +167,10 @@ def maximum_of(a: Any, b: Any) -> Tensor:
     return a.clamp(min=b) if isinstance(a, Tensor) else b.clamp(min=a)
 
 
+def fmod_of(a: Any, b: Any) -> Tensor:
+    return torch.fmod(a if isinstance(a, Tensor) else torch.full_like(b, a), b)
+
+
 def range_extremes(
     table: Tensor, others: list[Tensor], first: Tensor, last: Tensor, runs: list[int]
 ) -> tuple[Tensor, Tensor]:
@@ -199,6 +203,6 @@ def _divisor(b: Any) -> Any:
     return torch.where(b == 0, 1, b) if isinstance(b, Tensor) else b
 
 
-OPERATIONS = OPERATORS | {"minimum": minimum_of, "maximum": maximum_of}
-OPERATIONS |= {name: getattr(torch, name) for name in FUNCTIONS}
+OPERATIONS = OPERATORS | {"minimum": minimum_of, "maximum": maximum_of, "fmod": fmod_of}
+OPERATIONS |= {name: getattr(torch.special if name == "erfcx" else torch, name) for name in FUNCTIONS}
 ARITHMETIC = ("add", "sub", "mul", "floordiv", "mod", "pow", "neg", "abs", "minimum", "maximum")

@@ -6,10 +6,12 @@ equal nodes are one. Integers are exact (64 bits), floats are of the scores' dty
     leaves       const, score, b, h, i, j, load: a captured tensor's number at integer expressions;
                  of tangents dot_score, dot_load
     is_wrong     of a load: whether an index is out of range (`captured.doubt`)
-    arithmetic   add sub mul div floordiv mod pow neg abs minimum maximum, of integers or floats
+    arithmetic   add sub mul div floordiv mod pow neg abs minimum maximum, of integers or floats;
+                 fmod, and in kernels absolute_power, of floats
     comparisons  lt le eq ne
     logic        and or xor not, bit by bit of integers; shl shr; where
-    functions    exp log log1p expm1 tanh sqrt sin cos erf atan floor ceil round trunc
+    functions    exp exp2 expm1 log log2 log10 log1p sqrt sin cos tanh floor ceil round trunc, and those that
+                 kernels compute by formulas (`operations.elementary`)
     casts        float int bool
 """
 
@@ -30,8 +32,9 @@ LENGTH = 1 << 30  # b, h, i and j are less, or a kernel does not take the call
 COMPARISONS = ("lt", "le", "eq", "ne")
 LOGIC = ("and", "or", "xor", "not", "shl", "shr")
 FUNCTIONS = (
-    "exp", "log", "log1p", "expm1", "tanh", "sqrt", "sin", "cos", "erf", "atan", "floor", "ceil", "round",
-    "trunc",
+    "exp", "exp2", "expm1", "log", "log2", "log10", "log1p", "sqrt", "sin", "cos", "tanh", "floor", "ceil",
+    "round", "trunc", "erf", "erfc", "erfcx", "asin", "acos", "atan", "sinh", "cosh", "asinh", "acosh",
+    "atanh",
 )  # fmt: skip
 
 
@@ -178,7 +181,9 @@ OPERATORS: dict[str, Callable[..., Any]] = {  # of numbers and of tensors
 }  # fmt: skip
 _FOLDS = OPERATORS | {
     "not": lambda a: not a if isinstance(a, bool) else ~a, "float": float, "int": int, "bool": bool,
-    **{name: getattr(math, name) for name in ("exp", "log", "sqrt", "tanh", "sin", "cos")},
+    **{name: getattr(math, name) for name in (
+        "exp", "exp2", "log", "log2", "sqrt", "tanh", "sin", "cos", "fmod",
+    )},
 }  # fmt: skip
 
 
@@ -312,27 +317,3 @@ def reads_by_score(functions: Functions, wants_grad: bool = True) -> bool:
         if is_meant and "score" in {graph.nodes[m].op for m in graph.reachable(node.args)}:
             return True
     return False
-
-
-MOST_POWER = 16
-
-
-@functools.lru_cache(maxsize=512)
-def rare_operation(text: str | None) -> str | None:
-    """The first operation of a `Functions.text` that kernels don't print; None if they print all."""
-    if text is None:
-        return None
-    functions = decode(text)
-    nodes = functions.graph.nodes
-    for n in functions.graph.reachable(functions.roots):
-        node = nodes[n]
-        if node.op in ("erf", "atan"):
-            return node.op
-        if node.op in ("floordiv", "mod") and FLOAT in [nodes[a].kind for a in node.args]:
-            return node.op
-        if node.op == "pow":
-            exponent = functions.graph.value(node.args[1])
-            is_whole = exponent is not None and exponent == int(exponent) and abs(exponent) <= MOST_POWER
-            if exponent != 0.5 and not (is_whole and (node.kind == FLOAT or exponent >= 0)):
-                return node.op
-    return None

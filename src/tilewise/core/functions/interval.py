@@ -391,6 +391,7 @@ _INTEGERS: dict[str, Callable[..., Interval]] = _BOTH | {
 _FLOATS: dict[str, Callable[..., Interval]] = _BOTH | {
     "div": _div, "sin": _one, "cos": _one,
     **{name: _grown(getattr(torch, name)) for name in (
-        "exp", "log", "log1p", "expm1", "tanh", "sqrt", "erf", "atan", "floor", "ceil", "round", "trunc",
+        "exp", "exp2", "expm1", "log", "log2", "log10", "log1p", "tanh", "sqrt", "erf", "atan", "asinh",
+        "sinh", "floor", "ceil", "round", "trunc",
     )},
 }  # fmt: skip

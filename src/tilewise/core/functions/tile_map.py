@@ -12,10 +12,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tilewise.core.functions.captured import doubt
+from tilewise.core.functions.captured import doubt, raise_if_wrong
 from tilewise.core.functions.evaluate import Buffers, Evaluator, Values
 from tilewise.core.functions.expression import FLOAT, Functions
-from tilewise.core.functions.interval import Blocks, Interval, Intervals, Ranges
+from tilewise.core.functions.interval import Blocks, Intervals, Ranges
 
 EMPTY, PARTIAL, FULL = 0, 1, 2
 TILES_AT_ONCE = 1 << 20  # whose intervals are in memory together
@@ -58,7 +58,7 @@ def tile_kinds(
     kinds = torch.empty(sizes, dtype=torch.uint8, device=i.first.device)
     for rows in _chunks(sizes):
         ranges = [_within(span, n, name in needs, rows) for n, (name, span) in enumerate(spans.items())]
-        always, sometimes = _visible(functions, buffers, Ranges(*ranges))
+        always, sometimes, _ = _visible(functions, buffers, Ranges(*ranges))
         kinds[rows] = sometimes.to(torch.uint8) + (always & sometimes)
     return kinds
 
@@ -89,8 +89,8 @@ def _within(span: Blocks, axis: int, is_needed: bool, rows: tuple[slice, ...]) -
     return Blocks(first.view(shape), last.view(shape), end, widest)
 
 
-def _visible(functions: Functions, buffers: Buffers | None, ranges: Ranges) -> Interval:
-    """Whether keys are always visible, and whether sometimes."""
+def _visible(functions: Functions, buffers: Buffers | None, ranges: Ranges) -> tuple[Tensor, Tensor, Tensor]:
+    """Whether keys are always visible, whether sometimes, and whether an index may be out of range."""
     intervals = Intervals(functions.graph, functions, buffers, ranges)
     always = sometimes = torch.ones((), dtype=torch.bool, device=ranges.i.first.device)
     if functions.mask is not None:
@@ -98,7 +98,7 @@ def _visible(functions: Functions, buffers: Buffers | None, ranges: Ranges) -> I
         always = always & ~intervals.may_be_outside
     if functions.score in functions.hiding:
         sometimes = sometimes & ~(intervals(functions.score)[1] == -torch.inf)
-    return always, sometimes
+    return always, sometimes, intervals.may_be_outside
 
 
 def refined(
@@ -107,6 +107,9 @@ def refined(
     """`tile_kinds` of a mask function at single b and h, in which PARTIAL is certain too.
 
     A partial tile is looked at by intervals of its parts; where these can't tell, by elements.
+
+    Raises:
+        IndexError: an index is out of range, and what it reads says whether a key is visible.
     """
     kinds = kinds.clone()
     unsure = (kinds == PARTIAL).nonzero()
@@ -120,11 +123,11 @@ def refined(
                 for axis, (span, n, start) in enumerate(zip((b, h, i, j), tiles.T, starts))
             ))  # fmt: skip
             look = _visible if size > 1 else _elements
-            always, sometimes = look(functions, buffers, ranges)
-            found = (t if t.ndim else t.view(1, 1, 1, 1, 1) for t in (always, sometimes))
-            every, seldom = (t.expand(len(tiles), -1, -1, -1, -1).flatten(1) for t in found)
+            found = (t if t.ndim else t.view(1, 1, 1, 1, 1) for t in look(functions, buffers, ranges))
+            every, seldom, outside = (t.expand(len(tiles), -1, -1, -1, -1).flatten(1) for t in found)
             is_full, is_empty = every.all(1), ~seldom.any(1)
-            is_sure = is_full | is_empty | (every.any(1) & ~seldom.all(1)) | (size == 1)
+            is_partial = every.any(1) & ~seldom.all(1) & ~outside.any(1)
+            is_sure = is_full | is_empty | is_partial | (size == 1)
             kind = PARTIAL + is_full.to(torch.uint8) - is_empty.to(torch.uint8)
             kinds[tuple(tiles[is_sure].T)] = kind[is_sure]
             left.append(tiles[~is_sure])
@@ -142,16 +145,17 @@ def _parts(span: Blocks, n: Tensor, start: Tensor, size: int, axis: int) -> Bloc
     return Blocks(first.view(shape), last.view(shape), span.end, size)
 
 
-def _elements(functions: Functions, buffers: Buffers, ranges: Ranges) -> Interval:
-    """`_visible` of ranges that are single positions."""
+def _elements(functions: Functions, buffers: Buffers, ranges: Ranges) -> tuple[Tensor, Tensor, Tensor]:
+    """`_visible` of ranges that are single positions. Raises IndexError if one depends on a wrong index."""
     assert functions.mask is not None
     b, h, i, j = (span.first for span in ranges)
-    values = Values(None, b, h, i, j, torch.float32)
     graph = functions.graph.copy()
-    unsure = doubt(graph, functions.mask, functions.guarded)  # such keys count: a call reports them
-    mask = functions.mask if unsure is None else graph.add("or", functions.mask, unsure)
-    visible = Evaluator(graph, functions, buffers, values)(mask)
-    return visible, visible
+    unsure = doubt(graph, functions.mask, functions.guarded)
+    evaluate = Evaluator(graph, functions, buffers, Values(None, b, h, i, j, torch.float32))
+    visible = evaluate(functions.mask)
+    if unsure is not None:
+        raise_if_wrong(evaluate, evaluate(unsure))
+    return visible, visible, torch.zeros_like(visible)
 
 
 class KernelMap(NamedTuple):

@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from tilewise.core.checks import shown
-from tilewise.core.functions import operations as operations  # which stand-ins have
 from tilewise.core.functions.expression import BOOL, FLOAT, INDICES, LENGTH, Captured, Functions
+from tilewise.core.functions.operations import methods as methods  # which stand-ins have
 from tilewise.core.functions.proxy import PartOfTensor, Proxy, Recorder, Row, kind_of, line_of_error
 
 MAX_TRACES = 1024

@@ -9,8 +9,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
+from tilewise.cpu.dsl.control import loop
 from tilewise.cpu.dsl.numerics import (
     FORMATS,
+    LN_2,
     exp,
     exp_parts,
     horner,
@@ -24,6 +26,7 @@ from tilewise.cpu.dsl.vector import (
     I64,
     Operand,
     Value,
+    Var,
     absolute,
     as_kind,
     bitcast,
@@ -42,7 +45,7 @@ QUARTER = (math.pi / 4) ** 2
 
 
 def elementary(name: str, x: Operand, degree: int) -> Value:
-    """A function of `FUNCTIONS` but for erf and atan. `degree`: of the exponential in x's type."""
+    """A function of `FUNCTIONS` that has no formula. `degree`: of the exponential in x's type."""
     if name in _INTRINSICS:
         return float_function(_INTRINSICS[name], x)
     if name == "exp":
@@ -116,8 +119,36 @@ def _sine_rest(t: float) -> float:
 _SINE = polynomial(_sine_rest, 0.0, QUARTER, 7)
 _COSINE = polynomial(lambda t: math.cos(math.sqrt(t)), 0.0, QUARTER, 8)
 _IN_FLOAT64: dict[str, Callable[[Operand], Value]] = {
-    "log": _log, "log1p": _log1p, "expm1": _expm1, "sin": _turned(0), "cos": _turned(1),
+    "exp2": lambda x: exp_of_any(x * LN_2, DEGREE_F64), "expm1": _expm1, "log": _log, "log1p": _log1p,
+    "log2": lambda x: _log(x) / LN_2, "log10": lambda x: _log(x) / math.log(10),
+    "sin": _turned(0), "cos": _turned(1),
 }  # fmt: skip
+
+
+def absolute_power(a: Operand, b: Operand) -> Value:
+    """|a|^b, with what rounding leaves out of log|a| and of b log|a|."""
+    x, y = absolute(as_kind(a, "f64")), as_kind(b, "f64")
+    found, left_out = _log(x), log(x)[1]
+    power = y * found
+    rest = fma(y, found, -power) + y * left_out
+    e = exp_of_any(power, DEGREE_F64)
+    e = select((e < math.inf) & (absolute(rest) < 1.0), fma(e, rest, e), e)
+    return as_kind(e, "f32" if element_of(a.type) == F32 else "f64")
+
+
+def fmod(a: Operand, b: Operand) -> Value:
+    """The exact rest of a / b, of the sign of a. Of float64 NaN where the quotient is infinite.
+
+    Each step takes 52 bits from the quotient, which has 277 at most, or 2098.
+    """
+    is_short = element_of(a.type) == F32
+    first, by = (absolute(as_kind(x, "f64")) for x in (a, b))
+    rest = Var(first)
+    for _ in loop(0, 6 if is_short else 41):
+        x = Value(rest.raw)
+        rest.set(fma(-1.0 * float_function("floor", x / by), by, x))
+    found = select(by.equals(math.inf), first + first * 0.0, Value(rest.raw))  # NaN of an infinite a
+    return float_function("copysign", as_kind(found, "f32" if is_short else "f64"), a)
 
 
 def nan_minimum(a: Operand, b: Operand) -> Value:

@@ -9,7 +9,7 @@ from typing import Any
 import llvmlite.ir as ir
 
 from tilewise.core.functions.expression import COMPARISONS
-from tilewise.cpu.dsl.elementary import elementary, nan_maximum, nan_minimum
+from tilewise.cpu.dsl.elementary import absolute_power, elementary, fmod, nan_maximum, nan_minimum
 from tilewise.cpu.dsl.vector import (
     F64,
     I1,
@@ -69,7 +69,7 @@ def floor_quotient(a: Operand, b: Operand, is_constant: bool) -> Value:
 
 
 def power(x: Operand, exponent: Any) -> Value:
-    """x to a power that `unserved_operation` lets pass."""
+    """x to a power that is half or a whole number."""
     if exponent == 0.5:
         return elementary("sqrt", x, 0)
     found = Value(like(1, x).raw)
@@ -109,6 +109,7 @@ def _extreme(of_floats: Callable[..., Any], of_integers: Callable[..., Any]) -> 
 
 OPERATIONS: dict[str, Callable[..., Any]] = {
     "add": operator.add, "sub": operator.sub, "mul": operator.mul, "neg": operator.neg, "abs": _absolute,
+    "fmod": fmod, "absolute_power": absolute_power,
     "minimum": _extreme(nan_minimum, minimum), "maximum": _extreme(nan_maximum, maximum),
     **dict(zip(COMPARISONS, map(_compared, ("<", "<=", "==", "!=")))),
     "and": operator.and_, "or": operator.or_, "xor": operator.xor, "not": lambda a: a ^ like(-1, a),

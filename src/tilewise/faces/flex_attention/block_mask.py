@@ -14,6 +14,7 @@ from tilewise.core.checks import check_known, shown
 from tilewise.core.functions.block_mask import block_kinds, versions
 from tilewise.core.functions.call import MaskFunction
 from tilewise.core.functions.captured import check_indices, pack
+from tilewise.core.functions.expression import decode
 from tilewise.core.functions.tile_map import EMPTY, FULL, PARTIAL, edges, refined, tile_kinds
 from tilewise.core.functions.trace import trace
 
@@ -83,6 +84,7 @@ def create_block_mask(
         compute_dq_write_order, dq_kv_order: an index of PyTorch's flash backend, which is not made.
 
     Raises:
+        IndexError: the function reads a tensor out of range for a key that only that could hide.
         ValueError, TypeError: a size is not an integer of at least 1; or as `tilewise.attention`.
         NotImplementedError: compute_dq_write_order; or a function that can't be traced.
 
@@ -102,7 +104,7 @@ def create_block_mask(
         raise ValueError(f"BLOCK_SIZE={shown(BLOCK_SIZE)} must be an integer or two")
     device = torch.device(device or torch.accelerator.current_accelerator() or "cpu")
     found = trace(mask_mod, None, wants_grad=False, device=device)
-    functions = check_indices(found, tuple(sizes.values()))  # type: ignore[arg-type]
+    functions = decode(check_indices(found, tuple(sizes.values())).text)  # type: ignore[arg-type]
     buffers = pack(found, torch.empty(0, device=device))
     steps = (1, 1, *blocks)
     spans = [edges(n, step, device) for n, step in zip(sizes.values(), steps)]

@@ -77,6 +77,32 @@ def log1p(x):
 
 
 @triton.jit
+def absolute_power(a, b):
+    """|a|^b: float64 keeps the digits that float32 loses of b log|a|."""
+    return tl.exp(tl.cast(b, tl.float64) * tl.log(tl.abs(tl.cast(a, tl.float64)))).to(tl.float32)
+
+
+@triton.jit
+def log10(x):
+    """Exact of powers of 10 too."""
+    return (tl.log(tl.cast(x, tl.float64)) * 0.43429448190325176).to(tl.float32)
+
+
+@triton.jit
+def fmod(a, b):
+    """The exact rest of a / b, of the sign of a: each step takes 51 bits from the quotient of 277 at most."""
+    rest, by = tl.abs(tl.cast(a, tl.float64)), tl.abs(tl.cast(b, tl.float64))
+    inverse = 1.0 / by
+    x = rest
+    for _ in tl.static_range(6):
+        x = tl.fma(-tl.floor(x * inverse), by, x)
+    x = tl.where(x < 0, x + by, x)
+    x = tl.where(x >= by, x - by, x)
+    x = tl.where(by == float("inf"), rest + rest * 0.0, x)  # NaN of an infinite rest
+    return tl.where(a < 0, -x, x).to(tl.float32)
+
+
+@triton.jit
 def trunc(x):
     return tl.where(x < 0, tl.ceil(x), tl.floor(x))
 

@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 from tilewise.core.functions.captured import doubt, wide_integers
 from tilewise.core.functions.derivative import derivative
 from tilewise.core.functions.expression import BOOL, FLOAT, FUNCTIONS, INT, Functions, Graph, decode
+from tilewise.core.functions.operations.elementary import formulas
 from tilewise.core.kept import lock_for_forks
 from tilewise.gpu.functions.axes import COLUMNS, DIAGONALS, EACH, NONE, ROWS, axes_of_loads
 
@@ -118,8 +119,8 @@ def _called() -> bytes:
 _HEAD = """import triton
 import triton.language as tl
 from tilewise.gpu.functions.operations import (
-    exact_tanh, expm1, floor_quotient, larger, log1p, remainder, round_to_even, shifted_left,
-    shifted_right, smaller, trunc, whole_number
+    absolute_power, exact_tanh, expm1, floor_quotient, fmod, larger, log10, log1p, remainder,
+    round_to_even, shifted_left, shifted_right, smaller, trunc, whole_number
 )
 from tilewise.gpu.functions.sums import add_each, add_one, diagonal_sums, rotated, times
 
@@ -180,8 +181,9 @@ class _Printer:
     """Statements that compute nodes of a graph, each in a variable of its own."""
 
     def __init__(self, graph: Graph, kernel: KernelFunctions) -> None:
-        self.graph, self.kernel, self.functions = graph, kernel, kernel.functions
-        self.wide = wide_integers(graph, kernel.functions)
+        self.graph, self.kernel, self.functions = graph.copy(), kernel, kernel.functions
+        self.formulas = formulas(self.graph)
+        self.wide = wide_integers(self.graph, kernel.functions)
         self.lines: list[str] = []
         self.wrong: list[str] = []
         self.done: set[int] = set()
@@ -235,6 +237,8 @@ class _Printer:
             return f"w{node.args[0]}"
         if not node.args:
             return _LEAVES[node.op]
+        if n in self.formulas:
+            return self.operand(self.formulas[n], node.kind)
         is_wide = node.op in ("shl", "shr") or any(m in self.wide for m in (n, *node.args))
         bits = 64 if is_wide else 32
         args = [self.operand(a, kind, bits) for a, kind in zip(node.args, self.graph.argument_kinds(n))]
@@ -316,9 +320,10 @@ _LEAVES = {
 }  # fmt: skip
 _CALLS = {
     **{name: f"tl.{name}" for name in FUNCTIONS}, "sqrt": "tl.sqrt_rn",
-    "tanh": "exact_tanh", "expm1": "expm1", "log1p": "log1p", "trunc": "trunc", "round": "round_to_even",
+    "tanh": "exact_tanh", "expm1": "expm1", "log10": "log10", "log1p": "log1p", "trunc": "trunc",
+    "round": "round_to_even",
     "floordiv": "floor_quotient", "mod": "remainder", "abs": "tl.abs", "where": "tl.where",
-    "shl": "shifted_left", "shr": "shifted_right",
+    "shl": "shifted_left", "shr": "shifted_right", "fmod": "fmod", "absolute_power": "absolute_power",
 }  # fmt: skip
 _INFIX = {
     "add": "+", "sub": "-", "mul": "*", "div": "/", "lt": "<", "le": "<=", "eq": "==", "ne": "!=",

@@ -16,6 +16,7 @@ import llvmlite.ir as ir
 
 from tilewise.core.functions.captured import wide_integers
 from tilewise.core.functions.expression import BOOL, FLOAT, FUNCTIONS, INT, Functions, Graph
+from tilewise.core.functions.operations.elementary import formulas
 from tilewise.cpu.dsl.control import loop, when
 from tilewise.cpu.dsl.elementary import elementary
 from tilewise.cpu.dsl.lanes import across, any_lane, first_lane
@@ -50,7 +51,7 @@ class Expression:
     def __init__(
         self, shape: Shape, scratch: Scratch, functions: Functions, graph: Graph, roots: list[int], lane: str
     ) -> None:
-        self.functions, self.graph = functions, graph
+        self.functions, self.graph, self.formulas = functions, graph, formulas(graph)
         self.order = self.graph.reachable(roots)
         self.levels = levels_of(graph, lane)  # of each node, which of LANE and LINE it depends on
         self.wide = wide_integers(graph, functions)
@@ -179,11 +180,14 @@ class Scope:
                 return self._load(n, r, v)
             case "is_wrong":
                 return self._is_wrong(node.args[0], r, v)
+        if n in self.owner.formulas:
+            found: Operand = self._operand(self.owner.formulas[n], r, v, node.kind, is_vector)
+            return self._narrowed(found, n, is_vector)
         bits = self._bits(n, is_vector)
         kinds = zip(node.args, self.graph.argument_kinds(n))
         args = [self._operand(a, r, v, kind, is_vector, bits) for a, kind in kinds]
         if node.op in (BOOL, INT, FLOAT):
-            found: Operand = args[0]
+            found = args[0]
         elif node.op == "pow":
             found = power(args[0], self.graph.value(node.args[1]))
         elif node.op in FUNCTIONS:

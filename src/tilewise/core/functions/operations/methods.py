@@ -6,7 +6,6 @@ Most are put together of the expression's own operations, so that all backends a
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +13,7 @@ import torch
 from torch import Tensor
 
 from tilewise.core.functions.expression import BOOL, COMPARISONS, FLOAT, FUNCTIONS, INT
+from tilewise.core.functions.operations.formulas import FORMULAS
 from tilewise.core.functions.proxy import METHODS, REDUCTIONS, PartOfTensor, Proxy, Recorder, Row, kind_of
 
 BOUNDS_HAVE_SLOPES = torch.__version__ >= "2.14"  # of a clamp, whose slope there was x's before
@@ -67,6 +67,8 @@ def _proxy(r: Recorder, x: Any) -> Proxy:
 
 
 def _fmod(r: Recorder, a: Any, b: Any) -> Proxy:
+    if FLOAT in (_proxy(r, a).kind, _proxy(r, b).kind):
+        return r.add("fmod", r.add(FLOAT, a), r.add(FLOAT, b))
     return r.add("sub", a, r.add("mul", b, _div(r, a, b, rounding_mode="trunc")))
 
 
@@ -88,7 +90,10 @@ def _bounded(r: Recorder, x: Any, bound: Any, op: str) -> Proxy:
     if not is_float or (BOUNDS_HAVE_SLOPES and isinstance(bound, Proxy | Tensor)):
         return r.add(op, x, bound)
     low, high = (x, bound) if op == "maximum" else (bound, x)
-    return r.add("where", r.add("le" if BOUNDS_HAVE_SLOPES else "lt", low, high), bound, x)
+    is_beyond = r.add("le" if BOUNDS_HAVE_SLOPES else "lt", low, high)
+    return r.add(
+        "where", r.add("or", is_beyond, r.add("ne", bound, bound)), bound, x
+    )  # NaN of a bound of NaN
 
 
 def _relu(r: Recorder, x: Any) -> Proxy:
@@ -110,7 +115,17 @@ def _logical(op: str) -> Callable[..., Proxy]:
 
 def _rounded(op: str) -> Callable[..., Any]:
     """floor and its relatives, which leave integers alone."""
-    return lambda r, x: _proxy(r, x) if _proxy(r, x).kind != FLOAT else r.add(op, x)
+
+    def method(r: Recorder, x: Any, *, decimals: int = 0) -> Proxy:
+        if _proxy(r, x).kind != FLOAT:
+            return _proxy(r, x)
+        if decimals == 0:
+            return r.add(op, x)
+        scale = 10.0 ** abs(decimals)
+        there, back = ("mul", "div") if decimals > 0 else ("div", "mul")
+        return r.add(back, r.add(op, r.add(there, x, scale)), scale)
+
+    return method
 
 
 def _to(r: Recorder, x: Any, *args: Any, **kwargs: Any) -> Any:
@@ -132,68 +147,6 @@ def _constant(value: Any) -> Callable[..., Proxy]:
         return _cast(r, _proxy(r, value), kwargs.get("dtype") or _proxy(r, x).dtype)
 
     return method
-
-
-# ---- put together of others. What a `where` does not take must not overflow: 0 times its slope would be NaN.
-
-
-def _softplus(x: Any, beta: float = 1, threshold: float = 20) -> Any:
-    z = x * beta
-    found = z.recorder.add("maximum", z, 0.0) + torch.log1p(torch.exp(-abs(z)))
-    return torch.where(z > threshold, x, found / beta)
-
-
-def _gelu(x: Any, approximate: str = "none") -> Any:
-    if approximate == "tanh":
-        return 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x * x * x)))
-    return 0.5 * x * (1 + torch.erf(x * math.sqrt(0.5)))
-
-
-def _elu(x: Any, alpha: float = 1.0, scale: float = 1.0, input_scale: float = 1.0) -> Any:
-    below = torch.expm1(torch.where(x > 0, 0.0, x) * input_scale) * alpha
-    return torch.where(x > 0, x, below) * scale
-
-
-def _hardtanh(x: Any, min_val: float = -1.0, max_val: float = 1.0) -> Any:
-    return torch.where(x <= min_val, min_val, torch.where(x >= max_val, max_val, x))
-
-
-def _logaddexp(a: Any, b: Any) -> Any:
-    apart = torch.where(a == b, 0.0, -abs(a - b))  # of infinities too
-    return torch.maximum(a, b) + torch.log1p(torch.exp(apart))
-
-
-def _odd(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """-f(-x) where x is negative: f is exact of the others."""
-
-    def found(x: Any) -> Any:
-        y = function(torch.where(x < 0, -x, x))
-        return torch.where(x < 0, -y, y)
-
-    return found
-
-
-_asinh = _odd(lambda x: torch.log1p(x + x * x / (1 + torch.sqrt(1 + x * x))))
-_atanh = _odd(lambda x: 0.5 * torch.log1p(2 * x / (1 - x)))
-
-
-def _atan2(y: Any, x: Any) -> Any:
-    is_steep, half = abs(y) > abs(x), torch.where(y < 0, -math.pi / 2, math.pi / 2)
-    by = torch.where(is_steep, y, torch.where(x == 0, 1.0, x))  # not 0
-    angle = torch.atan(torch.where(is_steep, x, y) / by)
-    return torch.where(is_steep, half - angle, angle + torch.where(x < 0, 2 * half, 0.0))
-
-
-def _isclose(a: Any, b: Any, rtol: float = 1e-5, atol: float = 1e-8) -> Any:
-    apart = abs(a - b)  # infinite are close to nothing else
-    return (a == b) | ((apart < math.inf) & (apart <= atol + rtol * abs(b)))
-
-
-def _nan_to_num(x: Any, nan: float = 0.0, posinf: float | None = None, neginf: float | None = None) -> Any:
-    most = torch.finfo(torch.float32).max
-    x = torch.where(x == math.inf, most if posinf is None else posinf, x)
-    x = torch.where(x == -math.inf, -most if neginf is None else neginf, x)
-    return torch.where(x != x, nan, x)
 
 
 MOST_NUMBERS = 128  # of a sorted or other list that each score would be compared with
@@ -244,54 +197,28 @@ def _embedding(r: Recorder, index: Any, weight: Any, *more: Any, **options: Any)
     return r.load(weight, (index,))
 
 
-_FORMULAS: dict[str, Callable[..., Any]] = {
-    "softplus": _softplus, "gelu": _gelu, "elu": _elu, "hardtanh": _hardtanh, "logaddexp": _logaddexp,
-    "asinh": _asinh, "atanh": _atanh, "atan2": _atan2, "isclose": _isclose, "nan_to_num": _nan_to_num,
-    "logsigmoid": lambda x: -_softplus(-x, 1, math.inf),
-    "log_sigmoid": lambda x: -_softplus(-x, 1, math.inf),
-    "leaky_relu": lambda x, negative_slope=0.01: torch.where(x > 0, x, x * negative_slope),
-    "celu": lambda x, alpha=1.0: _elu(x, alpha, 1.0, 1 / alpha),
-    "selu": lambda x: _elu(x, 1.6732632423543772848170429916717, 1.0507009873554804934193349852946),
-    "relu6": lambda x: _hardtanh(x, 0.0, 6.0), "hardsigmoid": lambda x: _hardtanh(x + 3.0, 0.0, 6.0) / 6.0,
-    "hardswish": lambda x: x * _hardtanh(x + 3.0, 0.0, 6.0) / 6.0,
-    "mish": lambda x: x * torch.tanh(_softplus(x)), "softsign": lambda x: x / (1 + abs(x)),
-    "tanhshrink": lambda x: x - torch.tanh(x),
-    "softshrink": lambda x, lambd=0.5: torch.where(
-        x > lambd, x - lambd, torch.where(x < -lambd, x + lambd, 0.0)
-    ),
-    "hardshrink": lambda x, lambd=0.5: torch.where((x >= -lambd) & (x <= lambd), 0.0, x),
-    "threshold": lambda x, threshold, value: torch.where(x <= threshold, value, x),
-    "sinh": lambda x: (torch.expm1(x) - torch.expm1(-x)) / 2,
-    "cosh": lambda x: (torch.exp(x) + torch.exp(-x)) / 2,
-    "acosh": lambda x: torch.log1p((x - 1) + torch.sqrt((x - 1) * (x + 1))),
-    "asin": lambda x: torch.atan(x / torch.sqrt((1 - x) * (1 + x))),
-    "acos": lambda x: 2 * torch.atan(torch.sqrt((1 - x) / (1 + x))),
-    "log10": lambda x: torch.log(x) * (1 / math.log(10)),
-    "logit": lambda x: torch.log(x / (1 - x)), "frac": lambda x: x - torch.trunc(x),
-    "deg2rad": lambda x: x * (math.pi / 180), "rad2deg": lambda x: x * (180 / math.pi),
-    "hypot": lambda a, b: torch.sqrt(a * a + b * b), "signbit": lambda x: x < 0,
-    "lerp": lambda a, b, weight: a + weight * (b - a),
-    "addcmul": lambda x, a, b, *, value=1: x + value * (a * b),
-    "addcdiv": lambda x, a, b, *, value=1: x + value * (a / b),
-    "copysign": lambda a, b: torch.where(b < 0, -abs(a), abs(a)),
-    "heaviside": lambda x, values: torch.where(x == 0, values, (x > 0).to(x.dtype)),
-    "fmax": lambda a, b: torch.where((b != b) | (a >= b), a, b),
-    "fmin": lambda a, b: torch.where((b != b) | (a <= b), a, b),
-    "xlogy": lambda a, b: torch.where(a == 0, 0.0, a * torch.log(torch.where(a == 0, 1.0, b))),
-    "isinf": lambda x: abs(x) == math.inf, "isfinite": lambda x: abs(x) < math.inf,
-    "isposinf": lambda x: x == math.inf, "isneginf": lambda x: x == -math.inf,
-}  # fmt: skip
-_OF_ARCS = ("asin", "acos", "atan2", "asinh", "acosh", "atanh")
+_OF_ANY_KIND = (  # which leave integers integers, or compare them
+    "isclose", "nan_to_num", "hardtanh", "relu6", "threshold", "frac", "signbit", "lerp", "addcmul",
+    "heaviside", "fmax", "fmin", "isinf", "isfinite", "isposinf", "isneginf", "prelu",
+)  # fmt: skip
 
 
-def _formula(function: Callable[..., Any]) -> Callable[..., Proxy]:
-    return lambda r, *operands, **options: _proxy(r, function(*operands, **options))
+def _formula(name: str) -> Callable[..., Proxy]:
+    function, keeps = FORMULAS[name], name in _OF_ANY_KIND
+
+    def method(r: Recorder, *operands: Any, **options: Any) -> Proxy:
+        if not keeps:
+            operands = tuple(r.add(FLOAT, x) if isinstance(x, Proxy) else x for x in operands)
+        return _proxy(r, function(*operands, **options))
+
+    return method
 
 
 _UNARY = {op: op for op in (*FUNCTIONS, "neg", "abs")} | {
-    "negative": "neg", "absolute": "abs", "arctan": "atan", "all": BOOL, "any": BOOL,
+    "negative": "neg", "absolute": "abs", "arcsin": "asin", "arccos": "acos", "arctan": "atan",
+    "arcsinh": "asinh", "arccosh": "acosh", "arctanh": "atanh", "all": BOOL, "any": BOOL,
     "invert": "not", "bitwise_not": "not", "float": FLOAT, "double": FLOAT, "half": FLOAT, "bfloat16": FLOAT,
-    "int": INT, "long": INT, "bool": BOOL,
+    "int": INT, "long": INT, "short": INT, "char": INT, "byte": INT, "bool": BOOL,
 }  # fmt: skip
 _BINARY = {op: op for op in ("mul", "pow", "minimum", "maximum", *COMPARISONS, "and", "or", "xor")} | {
     "multiply": "mul", "floordiv": "floordiv", "floor_divide": "floordiv", "mod": "mod", "remainder": "mod",
@@ -321,23 +248,22 @@ METHODS |= {
     "square": lambda r, x: r.add("mul", x, x),
     "reciprocal": lambda r, x: r.add("div", 1.0, x),
     "rsqrt": lambda r, x: r.add("div", 1.0, r.add("sqrt", x)),
-    "sigmoid": _sigmoid, "relu": _relu, "silu": lambda r, x, **_: r.add("mul", x, _sigmoid(r, x)),
+    "sigmoid": _sigmoid, "expit": _sigmoid, "relu": _relu,
+    "silu": lambda r, x, **_: r.add("mul", x, _sigmoid(r, x)),
     "tan": lambda r, x: r.add("div", r.add("sin", x), r.add("cos", x)),
     "max": _of_two("maximum"), "min": _of_two("minimum"), "isnan": lambda r, x: r.add("ne", x, x),
-    "exp2": lambda r, x: r.add("exp", r.add("mul", x, math.log(2))),
-    "log2": lambda r, x: r.add("mul", r.add("log", x), 1 / math.log(2)),
     **dict.fromkeys(("sign", "sgn"), lambda r, x: r.add(
         "sub", r.add("int", r.add("lt", 0, x)), r.add("int", r.add("lt", x, 0))
     )),
     "true_divide": _div, "truediv": _div, "pos": lambda r, x: x,
     "logical_and": _logical("and"), "logical_or": _logical("or"), "logical_xor": _logical("xor"),
     "logical_not": _logical("not"),
-    **{name: _formula(function) for name, function in _FORMULAS.items()},
-    **{f"arc{name[1:]}": _formula(f) for name, f in _FORMULAS.items() if name in _OF_ARCS},
+    **{name: _formula(name) for name in FORMULAS},
     **{name: _unary(op) for name, op in _UNARY.items()},
     **{name: _binary(op) for name, op in _BINARY.items()},
     **{name: _binary(op, swap=True) for name, op in _SWAPPED.items()},
-    **{op: _rounded(op) for op in ("floor", "ceil", "round", "trunc")},
+    "arctan2": _formula("atan2"),
+    **{op: _rounded(op) for op in ("floor", "ceil", "round", "trunc")}, "fix": _rounded("trunc"),
 }  # fmt: skip
 
 
