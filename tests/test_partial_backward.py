@@ -11,9 +11,11 @@ from tilewise import reference
 from tilewise.core.merge import merge
 from tilewise.core.plan import Results
 from tilewise.core.problem import Inputs, Options
+from tilewise.core.signature import Request
 from tilewise.dispatch import plans
 from tilewise.testing import compare
 
+IS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 SIZES = {"one query": (1, 2, 40), "short": (2, 24, 32), "few queries": (2, 12, 300), "tiles": (17, 60, 300)}
 
 
@@ -56,3 +58,30 @@ def test_shares_add_up(backend, softcap, size, dtype):
     rounding = torch.finfo(dtype).eps / 2 * shares  # what each share of dquery is rounded by
     for report in reports:
         assert report.max_error <= budget + rounding * (report.name == "dquery"), report
+
+
+@pytest.mark.sample(8)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    "seqlen_q, seqlen_k, dim", [(1, 300, 64), (3, 2000, 128), (20, 20, 16), (300, 290, 80), (130, 200, 192)]
+)
+@pytest.mark.parametrize("backend", ["llvm", "tiled", "triton", "hopper"])
+def test_wide_gradients_round_to_the_usual_ones(backend, seqlen_q, seqlen_k, dim, dtype):
+    if (backend == "triton" and not torch.cuda.is_available()) or (backend == "hopper" and not IS_HOPPER):
+        pytest.skip("needs a GPU")
+    device = "cuda" if backend in ("triton", "hopper") else "cpu"
+    lengths = ((seqlen_q, 4), (seqlen_k, 2), (seqlen_k, 2), (seqlen_q, 4))
+    *given, dout = (torch.randn(2, n, h, dim, device=device).to(dtype) for n, h in lengths)
+    starts = [torch.arange(0, 3 * n, n, dtype=torch.int32, device=device) for n in (seqlen_q, seqlen_k)]
+    dense, packed = Inputs(*given), Inputs(*(t.flatten(0, 1) for t in given), *starts)
+    bias = torch.randn(1, 4, 1, seqlen_k, device=device).to(dtype)
+    options = Options(causal=True, deterministic=True)
+    for inputs in (dense, packed, dense._replace(bias=bias)):
+        results, grad = plans.attend(inputs, options, backend), dout.view(inputs.query.shape)
+        call = (inputs, results, grad, None, options, backend, inputs.bias is not None, True)
+        for _ in range(2):  # on a GPU the second is launched in another way
+            narrow, wide = (plans.differentiate(*call, request=Request(wide=w)) for w in (False, True))
+            for usual, ours in zip(narrow[:4], wide[:4], strict=True):
+                if usual is not None:
+                    assert ours.dtype == torch.float32 and torch.equal(ours.to(dtype), usual)
+                    assert not torch.equal(ours, usual.float())

@@ -29,7 +29,7 @@ from tilewise.distributed import (
     wire,
 )
 from tilewise.distributed.ranks import Ranks, ranks_of
-from tilewise.testing import compare
+from tilewise.testing import MEAN_FACTOR, compare
 
 WHOLE = ("sinks",)
 
@@ -491,10 +491,10 @@ def learned_slopes(group, method, balance, with_score):
 
 
 def rounding(group, seed, method, dtype):
-    """Errors of a 16-bit call against those of PyTorch in that dtype, by the rule of `tilewise.testing`."""
+    """Errors of a 16-bit call, by the rule of `tilewise.testing` for those of PyTorch, and of one device."""
     torch.manual_seed(seed)
     n, heads = 300, 4
-    q, k, v, dout = (torch.randn(1, n, heads, 32).to(dtype) for _ in range(4))
+    q, k, v, dout = (torch.randn(1, n, h, 32).to(dtype) for h in (heads, 1, 1, heads))
     own = [shard(t, group=group).requires_grad_() for t in (q, k, v)]
     out = context_parallel_attention(*own, group=group, method=method, causal=True, seqlen=n)
     grads = torch.autograd.grad(out, own, shard(dout, group=group))
@@ -515,6 +515,11 @@ def rounding(group, seed, method, dtype):
         exact = reference.attention(q, k, v, **options)[0]
         ours, of_one = ((t.double() - exact).abs().mean() for t in outs)
         assert ours <= 1.02 * of_one, (options, ours, of_one)  # rounded once, however many ranks there are
+    alone = [t.clone().requires_grad_() for t in (q, k, v)]
+    of_one = torch.autograd.grad(attention(*alone, causal=True), alone, dout)
+    for name, *grads, exact in zip(("dq", "dk", "dv"), found[1:], of_one, right[1:]):
+        ours, one = ((g.double() - exact).abs().mean() for g in grads)
+        assert ours <= MEAN_FACTOR * one, (name, ours, one)
 
 
 def with_functions(group, seed, method, balance, options):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 CASES = str(Path(__file__).parent / "user_cases.py")
 
@@ -13,6 +14,12 @@ CASES = str(Path(__file__).parent / "user_cases.py")
 @pytest.mark.parametrize("sinks, softcap", [(False, 0.0), (True, 0.0), (False, 3.0)])
 def test_steps(pool, world, sinks, softcap):
     pool.run(world, CASES, "decode", world, sinks, softcap)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("world", [1, 3])
+def test_sixteen_bits_are_rounded_once(pool, world, dtype):
+    pool.run(world, CASES, "decode_in_16_bits", dtype)
 
 
 @pytest.mark.parametrize("is_paged", [False, True])

@@ -7,7 +7,7 @@ from unittest import mock
 import torch
 from cases import close
 
-from tilewise import KVCache, PagedKVCache, reference
+from tilewise import KVCache, PagedKVCache, attention_with_cache, reference
 from tilewise.distributed import (
     attention_with_split_cache,
     context_parallel_attention,
@@ -39,6 +39,20 @@ def decode(group, seed, sinks, softcap):
         close(out, exact[:, rows], f"out of step {number}")
         close(lse, exact_lse[..., rows], f"lse of step {number}")
         start += count
+
+
+def decode_in_16_bits(group, dtype):
+    """The error of one rounding, as that of a single cache."""
+    rank, world = torch.distributed.get_rank(group), torch.distributed.get_world_size(group)
+    torch.manual_seed(3)
+    q, k, v = (torch.randn(4, n, h, 64).to(dtype) for n, h in ((1, 8), (60 * world, 2), (60 * world, 2)))
+    own, whole = (KVCache(4, 60 * world, 2, 64, dtype=dtype) for _ in range(2))
+    own.append(*(t[:, 60 * rank : 60 * rank + 60] for t in (k, v)))
+    whole.append(k, v)
+    out, alone = attention_with_split_cache(q, own, group=group), attention_with_cache(q, whole)
+    exact = reference.attention(q, k, v)[0]
+    ours, of_one = ((t.double() - exact).abs().mean() for t in (out, alone))
+    assert out.dtype == dtype and ours <= 1.02 * of_one, (ours, of_one)
 
 
 def overflow(group):

@@ -196,7 +196,7 @@ def compile_case(name: str) -> list[dict[str, Any]]:
         inputs, options = with_score(inputs, options, "pairs" in name)
     problem = describe(inputs, options)
     inputs = as_bias(problem, inputs, host.pairs_of_distances)[1]
-    problem = replace(as_served(problem), has_wide_out="float32_out" in name)
+    problem = replace(as_served(problem), has_wide_results="float32_out" in name)
     if "watched" in name:
         statistics = ("max_logit" if "max" in name else "row_max", "entropy")
         return compiled_rows(

@@ -5,6 +5,7 @@ The launch code runs unchanged; the small Triton kernels before and after the ma
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import sys
 import types
@@ -166,6 +167,11 @@ CASES = {
     "mask_large": (200, 200, 2, 1, 64, 64, {"mask": "blocks", "large": 2.0**20}),
     "mask_nothing": (150, 200, 2, 2, 64, 64, {"mask": "nothing"}),
 }
+# with gradients in float32, too
+WIDE = {
+    "full", "small_heads", "deterministic_causal", "splits", "splits_in_dq", "splits_causal_groups", "packed",
+    "wide", "wide_packed", "slim_packed", "slim_softcap",
+}  # fmt: skip
 
 
 def check(name: str) -> float:
@@ -235,7 +241,13 @@ def check(name: str) -> float:
     residual = torch.where(high.isfinite(), lse - high.double(), 0).float() if large else None
     known = Results(out.bfloat16(), high, residual)
     exact = reference.attention_backward(dout, q, k, v, **plain)
-    error = largest_error(plan.backward(problem, inputs, known, dout, None), exact, large)
+    grads = plan.backward(problem, inputs, known, dout, None)
+    error = largest_error(grads, exact, large)
+    if name in WIDE:
+        wide = plan.backward(dataclasses.replace(problem, has_wide_results=True), inputs, known, dout, None)
+        for ours, usual in zip(wide[:3], grads[:3], strict=True):
+            assert ours.dtype == torch.float32 and torch.equal(ours.bfloat16(), usual), name
+            assert not torch.equal(ours, usual.float()), name
     if large:
         known = known._replace(residual=None)
         assert largest_error(plan.backward(problem, inputs, known, dout, None), exact, large) > 5e-2, name

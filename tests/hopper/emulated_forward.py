@@ -287,7 +287,7 @@ def check(name: str) -> float:
     if name == "causal":
         check_extremes(problem, inputs)
     if name in WIDE:
-        wide, *rest = plan.forward(dataclasses.replace(problem, has_wide_out=True), inputs, residual=True)
+        wide, *rest = plan.forward(dataclasses.replace(problem, has_wide_results=True), inputs, residual=True)
         assert wide.dtype == torch.float32 and torch.equal(wide.to(dtype), out)
         assert all(map(torch.equal, rest, (lse, residual)))
     watched_error = check_watched(problem, inputs, (out, lse, residual)) if name in WATCHED else 0.0

@@ -678,6 +678,10 @@ def _as_blocks(smem: Shared, count: int, desc: Descriptor) -> Shared:
     return Shared(smem.data.view(-1).view(desc.dtype).view(count, *desc.block_shape))
 
 
+def _as_tiles(smem: Shared, count: int, tile: Shared) -> Shared:
+    return Shared(smem.data.view(-1).view(tile.dtype).view(count, *tile.shape))
+
+
 class Boxes(Shared):
     """Tiles [n, rows, columns] as boxes of a descriptor: by tile, then by columns and rows or the reverse."""
 
@@ -769,7 +773,7 @@ def install() -> None:
     compat.__dict__.update(
         gl=gl, gluon=types.SimpleNamespace(jit=_jit, constexpr_function=_jit), aggregate=dataclass,
         HOLDS_NEXT_S=True, specialize=_specialize_warpgroups,
-        TensorDescriptor=Descriptor, as_blocks=_as_blocks, as_block=_as_block,
+        TensorDescriptor=Descriptor, as_blocks=_as_blocks, as_block=_as_block, as_tiles=_as_tiles,
         as_boxes=lambda smem, count, desc: Boxes(smem, desc),
         as_boxes_by_rows=lambda smem, count, desc: Boxes(smem, desc, is_by_rows=True),
         as_pages=lambda smem, count, desc: Pages(smem, desc),

@@ -120,6 +120,7 @@ CASES = {
     "dropout_part": Case(128, 128, options={"dropout_p": 0.1, "dropout_step": 16}),
     "dropout_odd_part": Case(128, 128, options={"dropout_p": 0.1, "dropout_step": 1}),
     "packed": Case(128, 128, options={"causal": True}, extras=("packed",)),
+    "float32_results": Case(128, 128, options={"causal": True}, kv_heads=2),
     "cache": Case(128, 128, options={"causal": True}, extras=("lengths",), seqlen_q=8),
     "paged": Case(128, 128, options={"causal": True}, extras=("paged",), seqlen_q=1),
     "paged_8_bits": Case(128, 128, options={"causal": True}, extras=("paged", "8 bits"), seqlen_q=200),
@@ -204,7 +205,7 @@ def compile_case(name: str, capability: int) -> list[dict[str, Any]]:
         return compile_write(capability)
     case = CASES[name]
     inputs = case_inputs(case)
-    problem = describe(inputs, Options(**case.options))
+    problem = replace(describe(inputs, Options(**case.options)), has_wide_results=name == "float32_results")
 
     def run() -> None:
         out, lse, residual = launch.forward(problem, inputs, residual=True)
@@ -213,6 +214,7 @@ def compile_case(name: str, capability: int) -> list[dict[str, Any]]:
             asked = replace(STATISTICS, block_sum=0) if problem.is_packed else STATISTICS
             StatisticsPlan(problem, asked).run(inputs, Results(None, lse, residual))
         if not name.startswith("decode") and "paged" not in case.extras:
+            out = out.to(case.dtype)
             launch.backward(problem, inputs, Results(out, lse, residual), out, lse)
 
     return compiled_rows(name, run, capability)

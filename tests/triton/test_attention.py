@@ -6,6 +6,7 @@ On a GPU at real shapes; with TRITON_INTERPRET=1 at tiny ones (tiles of 16 x 16)
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -287,6 +288,24 @@ def test_a_window_longer_than_any_sequence_hides_nothing(bound: int, keys: int):
     for out, lse in found[:2]:
         assert_close(out, found[2][0].double(), 4e-6, "out")
         assert_close(lse, found[2][1].double(), 4e-6, "lse")
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("shape", [(1, 2, 1, LONGER), (1, 2, LONG, LONGER)])
+def test_wide_results_round_to_the_usual_ones(shape: tuple[int, ...]):
+    """Of a bias that scores share; one that none shares is summed with nothing."""
+    inputs = dense(dtype=torch.float16, bias=bias(*shape, dtype=torch.float16))
+    problem, found = solve(inputs, Options(causal=True)), []
+    with torch.no_grad():
+        dout = randn(1, LONG, 2, 16, dtype=torch.float16)
+        for is_wide in (False, True):
+            problem = replace(problem, has_wide_results=is_wide)
+            out, lse = launch.forward(problem, inputs)
+            known = Known(out.half(), lse)
+            found.append((out, *launch.backward(problem, inputs, known, dout, None)[: 4 - (shape[2] > 1)]))
+    for usual, ours in zip(*found, strict=True):
+        assert ours.dtype == torch.float32 and torch.equal(ours.half(), usual)
+        assert not torch.equal(ours, usual.float())
 
 
 @pytest.mark.sample(1)

@@ -148,7 +148,7 @@ class AttentionProblem:
     bias_needs_grad: bool = False
     lse_needs_grad: bool = False  # known in the backward only
     is_partial: bool = False  # backward: out and lse are those of more keys, so weights need not add up to 1
-    has_wide_out: bool = False  # out is in the dtype of scores
+    has_wide_results: bool = False  # out, or gradients that several calls add up, are in the scores' dtype
     functions: str | None = None
     num_captured: int = 0  # floats that functions read
     dropout_step: int = 0  # as in `Options`
@@ -177,7 +177,11 @@ class AttentionProblem:
 
     @property
     def out_dtype(self) -> torch.dtype:
-        return self.compute_dtype if self.has_wide_out else self.dtype
+        return self.gradient_dtype(self.dtype)
+
+    def gradient_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """Of the gradient of a query, key, value or shared bias of this dtype."""
+        return self.compute_dtype if self.has_wide_results else dtype
 
     @property
     def has_score_function(self) -> bool:
@@ -250,8 +254,10 @@ def describe_signature(signature: Signature) -> AttentionProblem:
         signature.shares_memory and key.shape[-1:] > value.shape[-1:] and key.strides == value.strides
     )
     problem = describe_tensors(tensors, signature.options, is_value_in_key)
+    if signature.request.wide and problem.dtype != problem.compute_dtype:
+        problem = replace(problem, has_wide_results=True)
     if signature.direction != "backward":
-        return replace(problem, has_wide_out=True) if signature.request.wide else problem
+        return problem
     return of_gradient(
         replace(
             problem,

@@ -34,13 +34,13 @@ class TensorSignature(NamedTuple):
 
 
 class Request(NamedTuple):
-    """What a forward is to give besides `out`."""
+    """What a forward is to give besides `out`, and in which dtype; of a backward the dtype alone."""
 
     lse: bool = True
     residual: bool = False  # what rounding took from lse: some backwards want it
     order: str = "bshd"  # of out's memory: "bshd", or "bhsd" with each head's rows together
     statistics: tuple[str, ...] = ()  # "row_max" or "max_logit", "entropy": with out, by a kernel that can
-    wide: bool = False  # out in float32 if query is of 16 bits: it is to be summed with others
+    wide: bool = False  # out or gradients in float32 if query is of 16 bits: to be summed with others
 
 
 class Signature(NamedTuple):

@@ -287,6 +287,7 @@ def differentiate(
     needs_bias_gradient: bool,
     is_partial: bool = False,
     layout: str = "bshd",
+    request: Request = NO_REQUEST,
 ) -> Gradients:
     """A backward, from what its forward took and gave.
 
@@ -297,6 +298,6 @@ def differentiate(
     """
     dout = rows_dense(dout)  # that of a sum is one number, which no kernel reads in place
     threads = torch.get_num_threads()
-    call = (options, backend, NO_REQUEST, needs_bias_gradient, threads, layout, is_partial, None)
+    call = (options, backend, request, needs_bias_gradient, threads, layout, is_partial, None)
     entry = find("backward", (*inputs, *results, dout, dlse), call, _make_backward)
     return run(entry, inputs, results, dout, dlse)  # type: ignore[no-any-return]

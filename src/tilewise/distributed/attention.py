@@ -18,7 +18,7 @@ from tilewise.core.problem import Inputs, Options
 from tilewise.distributed import engine
 from tilewise.distributed.cost import choose as choose_method, sizes_of
 from tilewise.distributed.faults import agree, batch_of_one, check_call, facts_of
-from tilewise.distributed.heads import heads_of, heads_to_tokens, swap_of, tokens_to_heads
+from tilewise.distributed.heads import Exchange, heads_of, heads_to_tokens, swap_of
 from tilewise.distributed.layout import Layout, group_of, joined, layout_of, shards_of
 from tilewise.distributed.network import Network, check_network, measured
 from tilewise.distributed.parts import Origin
@@ -275,10 +275,11 @@ def _run(
         inputs = inputs._replace(dropout_seed=seed)
     num_heads = inputs.query.shape[2]
     heads, kv_heads = heads_of(degree, num_heads, inputs.key.shape[2])
+    exchange = None
     if degree > 1:
         swap = swap_of(inner, tokens, ranks.rank // degree * degree)
-        swapped = tokens_to_heads(swap, inputs[:3], (heads, kv_heads, kv_heads))
-        inputs = _of_heads(inputs, heads[inner.rank])._replace(**dict(zip(Inputs._fields, swapped)))
+        exchange = Exchange(swap, (heads, kv_heads, kv_heads))
+        inputs = _of_heads(inputs, heads[inner.rank])
     origin = Origin(heads[inner.rank].start, num_heads, tokens.starts)
     pattern = "all_gather" if method == "all_gather" else "ring"
     rules = _rules(inputs, options)
@@ -287,7 +288,9 @@ def _run(
     packs = len(tokens.starts) > 2 and not rules.needs_tokens
     make_reach = functools.partial(reach_of, *schedule)
     most_heads = max(h.stop - h.start for h in kv_heads)
-    work = engine.Work(outer, steps, backward_steps, options, backend, packs, origin, make_reach, most_heads)
+    work = engine.Work(
+        outer, steps, backward_steps, options, backend, packs, origin, make_reach, most_heads, exchange
+    )
     out, lse = engine.run(work, inputs)
     if degree == 1:
         return out, lse

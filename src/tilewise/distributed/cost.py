@@ -45,13 +45,19 @@ class Sizes(NamedTuple):
     head_dim: int
     head_dim_v: int
     itemsize: int
+    gradient_itemsize: int  # of gradients of keys on their way back
 
 
 def sizes_of(inputs: Any) -> Sizes:
     """Those of a call's query, key and value, (batch, tokens, heads, dim)."""
     query, key, value = inputs[:3]
     heads = query.shape[2], key.shape[2]
-    return Sizes(query.shape[0], *heads, query.shape[3], value.shape[3], query.dtype.itemsize)
+    return Sizes(query.shape[0], *heads, query.shape[3], value.shape[3], *itemsizes(query.dtype))
+
+
+def itemsizes(dtype: torch.dtype) -> tuple[int, int]:
+    """Bytes of a number and of a gradient that is still to be added to others: at least float32's."""
+    return dtype.itemsize, max(4, dtype.itemsize)
 
 
 @dataclass(frozen=True)
@@ -149,7 +155,7 @@ def explain(
     layout = layout_of(Ranks(None, 0, world, ()), balance, seqlen, cu_seqlens)
     left, right = window_bounds(window)
     rules = Rules(left, 0 if causal else right, needs_tokens=False)
-    sizes = Sizes(batch, num_heads, kv_heads, head_dim, head_dim, dtype.itemsize)
+    sizes = Sizes(batch, num_heads, kv_heads, head_dim, head_dim, *itemsizes(dtype))
     return choose(layout, rules, sizes, network, backward)
 
 
@@ -192,12 +198,13 @@ def estimate(
         num_heads=sizes.num_heads // degree, num_kv_heads=max(1, sizes.num_kv_heads // degree)
     )
     flops = _flops(own)
-    row = sizes.batch * own.num_kv_heads * (sizes.head_dim + sizes.head_dim_v) * sizes.itemsize
+    numbers = sizes.batch * own.num_kv_heads * (sizes.head_dim + sizes.head_dim_v)
+    rows = numbers * sizes.itemsize, numbers * sizes.gradient_itemsize
     exchange, moved = _exchange(layout, degree, sizes, network, backward)
     seconds = compute = 0.0
     received = held = 0
     for rank in ranks:
-        walk = _Walk(rank, degree, row, network)
+        walk = _Walk(rank, degree, *rows, network)
         schedules = [make_schedule(groups, rank, rules, pattern, b) for b in (False, True)[: 1 + backward]]
         passes = [walk.time(steps, flops, is_back) for steps, is_back in zip(schedules, (False, True))]
         rank_seconds, rank_compute = (sum(column) for column in zip(*passes, strict=True))
@@ -228,6 +235,7 @@ class _Walk(NamedTuple):
     rank: int
     degree: int  # ranks that exchange heads for tokens, and then are one of a schedule's
     row: int  # bytes of a key and its value
+    gradient_row: int  # of their gradients
     network: Network
 
     def time(self, steps: tuple[Step, ...], flops: int, is_backward: bool) -> tuple[float, float]:
@@ -238,23 +246,24 @@ class _Walk(NamedTuple):
         computing = [flops * sum(b.pairs for b in step.blocks) / speed for step in steps]
         keys = [*(step.receives for step in steps[1:]), ()]
         back = [(), *(step.sends if is_backward else () for step in steps)]
-        seconds = self.arrival(back[-1])
+        seconds = self.arrival((), back[-1])
         for work, *messages in zip(computing, keys, back[:-1], strict=True):
-            travel = self.arrival((*messages[0], *messages[1]))
+            travel = self.arrival(*messages)
             seconds += max(work + network.taken * travel, travel) + network.publishing * travel
             seconds += network.waiting if travel else 0.0
         return seconds, sum(computing)
 
-    def arrival(self, messages: tuple[Message, ...]) -> float:
-        """Seconds until messages are here."""
-        loads = [(m.peer * self.degree, self.row * num_rows(m.rows)) for m in messages]
+    def arrival(self, keys: tuple[Message, ...], back: tuple[Message, ...]) -> float:
+        """Seconds until messages are here, of keys and of gradients."""
+        pairs = [(m, self.row) for m in keys] + [(m, self.gradient_row) for m in back]
+        loads = [(m.peer * self.degree, row * num_rows(m.rows)) for m, row in pairs]
         return _seconds(self.network, self.rank * self.degree, loads)
 
     def received(self, steps: tuple[Step, ...], backward: bool) -> int:
         """Bytes: keys and values, in the backward again, and gradients of them."""
         keys = sum(step.keys for step in steps if not step.is_own)
         back = sum(num_rows(message.rows) for step in steps for message in step.sends)
-        return self.row * (keys * (1 + backward) + back * backward)
+        return self.row * keys * (1 + backward) + self.gradient_row * back * backward
 
     def held(self, steps: tuple[Step, ...], pattern: str) -> int:
         sizes = sorted(step.keys * self.row for step in steps[1:])
@@ -281,16 +290,22 @@ def _seconds(network: Network, rank: int, loads: Sequence[tuple[int, float]]) ->
 def _exchange(
     layout: Layout, degree: int, sizes: Sizes, network: Network, backward: bool
 ) -> tuple[float, int]:
-    """(seconds, bytes) of heads for tokens and back; a backward does the same again."""
+    """(seconds, bytes) of heads for tokens and back; a backward does the same again.
+
+    Gradients of KV heads that several ranks have are still to be added.
+    """
     if degree == 1:
         return 0.0, 0
     tokens = max(layout.length(r) for r in (0, layout.world - 1)) * sizes.batch
     both = sizes.head_dim + sizes.head_dim_v
-    numbers = sizes.num_heads * both + max(sizes.num_kv_heads, degree) * both
-    to_peer = tokens * numbers * sizes.itemsize / degree
-    times = 2 if backward else 1
-    seconds = sum(  # of two exchanges: there, and back; together all bytes
-        _seconds(network, 0, [(peer, size) for peer in range(1, degree)]) for size in (to_peer, 0.0)
-    )
-    seconds = seconds * (1 + network.publishing) + 2 * network.waiting
-    return times * seconds, int(times * to_peer * (degree - 1))
+    of_gradients = sizes.gradient_itemsize if degree > sizes.num_kv_heads else sizes.itemsize
+    seconds = moved = 0.0
+    for itemsize in (sizes.itemsize, of_gradients)[: 1 + backward]:
+        row = sizes.num_heads * both * sizes.itemsize + max(sizes.num_kv_heads, degree) * both * itemsize
+        to_peer = tokens * row / degree
+        travel = sum(  # of two exchanges: there, and back; together all bytes
+            _seconds(network, 0, [(peer, size) for peer in range(1, degree)]) for size in (to_peer, 0.0)
+        )
+        seconds += travel * (1 + network.publishing) + 2 * network.waiting
+        moved += to_peer * (degree - 1)
+    return seconds, int(moved)

@@ -7,9 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilewise.api import attention_with_cache
+from tilewise.api import canonical_inputs
+from tilewise.autograd import functions
 from tilewise.cache import KVCache, PagedKVCache
+from tilewise.cache.step import cached_step
 from tilewise.core.checks import check_flag, check_tensors, shown
+from tilewise.core.device_errors import check_if_debugging
+from tilewise.core.problem import Options
+from tilewise.core.signature import Request, all_resolved
 from tilewise.distributed.faults import agree
 from tilewise.distributed.parts import Totals
 from tilewise.distributed.ranks import gather, ranks_of
@@ -69,11 +74,9 @@ def attention_with_split_cache(
             raise ValueError(f"owner={shown(owner)} must be a rank of the group, 0 to {ranks.world - 1}")
         if query.requires_grad and torch.is_grad_enabled():
             raise NotImplementedError("query with gradient is not served: decode under torch.no_grad()")
-        found = attention_with_cache(
-            query, cache, key if is_owner else None, value if is_owner else None,
-            causal=is_owner and key is not None, softcap=softcap,
-            sinks=sinks if is_owner else None, scale=scale, return_lse=True, backend=backend,
-        )  # fmt: skip
+        options = Options(is_owner and key is not None, softcap=softcap, scale=scale)
+        own = (key, value, sinks) if is_owner else (None, None, None)
+        found = _attend(query, cache, *own, options, backend, Request(wide=ranks.world > 1))
     except Exception as refusal:
         error = refusal
 
@@ -93,14 +96,44 @@ def attention_with_split_cache(
         raise
     assert found is not None
     out, lse = found
+    if ranks.world == 1:
+        return (out, lse) if return_lse else out
     numbers = torch.cat((out.to(lse.dtype).flatten(), lse.flatten()))  # one message
     total = Totals(query, out.shape[-1], has_lse=True)
     for part in gather(numbers, ranks):
         outs, lses = part.split((out.numel(), lse.numel()))
         total.add(0, outs.view(out.shape), lses.view(lse.shape))
-    out, lse = total.finish()
-    assert lse is not None
-    return (out, lse) if return_lse else out
+    out, merged = total.finish()
+    assert merged is not None
+    return (out, merged) if return_lse else out
+
+
+def _attend(
+    query: Tensor,
+    cache: KVCache | PagedKVCache,
+    key: Tensor | None,
+    value: Tensor | None,
+    sinks: Tensor | None,
+    options: Options,
+    backend: str | None,
+    request: Request,
+) -> tuple[Tensor, Tensor]:
+    """out and lse of `attention_with_cache`, as a request says."""
+    if value is not None and key is None:
+        raise TypeError("key=NoneType must be a torch.Tensor when value is given")
+    query, key, value, sinks = all_resolved((query, key, value, sinks))
+    step = cached_step(cache, None, query, key, value)
+    try:
+        inputs = step.inputs(canonical_inputs(query, cache.key, cache.value, sinks=sinks))
+        functions.check(inputs, options, backend, request)  # before the cache changes
+        inputs = inputs._replace(query=step.store(query, key, value, None))
+        is_known = step.are_lengths_known()
+        found = functions.attention(inputs, options, backend, request, are_values_known=is_known)
+    except BaseException:
+        step.undo()
+        raise
+    check_if_debugging()
+    return found
 
 
 def _forget(cache: KVCache | PagedKVCache, count: int) -> None:

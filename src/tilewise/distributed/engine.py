@@ -1,10 +1,10 @@
 """Runs a schedule: while keys of one step are computed with, those of the next are on their way.
 
 Forward: out and lse of each block, in float32, are merged and rounded once at the end.
-Backward: the same keys travel again. The gradient of keys of others goes back to its owner, in the tensors'
-dtype, while the next step is computed; the owner adds up in float32. Half of the rank's own work is kept for
-the end, when the last of them travel. Both directions hold two steps' keys at most, besides what ranks that
-read each other's memory publish in it.
+Backward: the same keys travel again. The gradient of keys of others goes back to its owner, in float32, while
+the next step is computed; the owner adds up all shares and rounds once. Half of the rank's own work is kept
+for the end, when the last of them travel. Both directions hold two steps' keys at most, besides what ranks
+that read each other's memory publish in it.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from tilewise.core.plan import Results
 from tilewise.core.problem import Gradients, Inputs, Options
+from tilewise.distributed.heads import Exchange
 from tilewise.distributed.parts import (
     Origin,
     Part,
@@ -48,6 +49,7 @@ class Work:
     origin: Origin
     make_reach: Callable[[], Reach]  # of these schedules
     most_heads: int  # KV heads, of the rank of the group that has most
+    exchange: Exchange | None  # of heads for tokens, before all else
 
     def wire(self, key: Tensor, value: Tensor, is_backward: bool) -> Wire:
         """For one direction; key and value are the rank's own."""
@@ -61,7 +63,8 @@ class Work:
 def run(work: Work, inputs: Inputs) -> tuple[Tensor, Tensor]:
     """out and lse of this rank's queries over the keys of all ranks. Differentiable.
 
-    inputs: (batch, tokens of the rank, heads, dim) each; a mask and a bias have columns for all tokens.
+    inputs: query, key and value (batch, tokens of the rank, heads, dim); after an exchange out and lse are of
+        this rank's heads, as all else of the inputs. A mask and a bias have columns for all tokens.
     """
     return SequenceParallel.apply(work, *inputs)  # type: ignore[no-any-return]
 
@@ -71,9 +74,13 @@ class SequenceParallel(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, work: Work, *inputs: Any) -> tuple[Tensor, Tensor]:  # type: ignore[override]
-        out, lse = _forward(work, Inputs(*inputs))
+        own = Inputs(*inputs)
+        if work.exchange is not None:
+            query, key, value = work.exchange.there(own[:3])
+            own = own._replace(query=query, key=key, value=value)
+        out, lse = _forward(work, own)
         ctx.work = work
-        ctx.save_for_backward(*inputs, out, lse)
+        ctx.save_for_backward(*own, out, lse)
         ctx.set_materialize_grads(False)
         return out, lse
 
@@ -170,7 +177,8 @@ class Backward:
 
     def run(self) -> Gradients:
         """Each gradient in its tensor's dtype; none of the sinks."""
-        work, steps = self.work, self.work.backward_steps
+        work, steps, exchange = self.work, self.work.backward_steps, self.work.exchange
+        is_shared = exchange is not None and exchange.shares_keys
         wire = work.wire(self.key, self.value, is_backward=True)
         arriving = returning = None
         for number, step in enumerate(steps):
@@ -184,24 +192,30 @@ class Backward:
                 started.append(arriving := wire.bring_keys(number + 1))
             if started:
                 wire.start(started)
-            for part in parts_of(step, work.packs, key.device):
-                self._add(part, key, value, totals)
+            parts = parts_of(step, work.packs, key.device)
+            is_all = len(parts) == len(steps) == 1 and not is_shared
+            for part in parts:
+                self._add(part, key, value, totals, is_all)
             if returning is not None:
                 returning.wait()
                 returning = None
             if not step.is_own:
-                theirs = _swapped(tuple(total.finish()[0] for total in totals))
+                theirs = _swapped(tuple(total.finish(is_wide=True)[0] for total in totals))
                 returning = wire.return_gradients(number, theirs, self.dkeys)
                 del theirs, totals
-        dq, dk, dv = (total.finish()[0].contiguous() for total in (self.dquery, *self.dkeys))
+        grads = self.dquery.finish()[0], *(total.finish(is_shared)[0] for total in self.dkeys)
+        grads = grads if exchange is None else exchange.back(grads)
+        dq, dk, dv = (g.to(self.key.dtype).contiguous() for g in grads)
         dbias = None if self.dbias is None or self.bias is None else self.dbias.to(self.bias.dtype)
         captured = self.shard.inputs.captured_floats
         if self.dcaptured is None and captured is not None:  # of a rank without tokens
             self.dcaptured = torch.zeros_like(captured)
         return Gradients(dq, dk, dv, dbias, captured_floats=self.dcaptured)
 
-    def _add(self, part: Part, key: Tensor, value: Tensor, totals: tuple[Totals, Totals]) -> None:
-        block, grads = part.block, differentiate(part, self.shard, key, value, *self.given)
+    def _add(
+        self, part: Part, key: Tensor, value: Tensor, totals: tuple[Totals, Totals], is_all: bool
+    ) -> None:
+        block, grads = part.block, differentiate(part, self.shard, key, value, *self.given, is_all)
         self.dquery.add(block.q0, grads.query)
         for total, found in zip(totals, (grads.key, grads.value), strict=True):
             total.add(block.k0, found)

@@ -1,7 +1,7 @@
 """Ulysses: an all-to-all after which a rank has all tokens of its group, and some of the heads.
 
 Source: Jacobs et al., DeepSpeed Ulysses (2023). Heads of a tensor may go to several ranks, as KV heads do
-that are fewer than ranks; their gradients are summed.
+that are fewer than ranks; their gradients are summed, in float32.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,7 +19,6 @@ from torch.autograd.function import once_differentiable
 from tilewise.core.kept import kept_on_device
 from tilewise.distributed import peer_memory, schedule
 from tilewise.distributed.layout import Layout, joined, num_tokens
-from tilewise.distributed.parts import wide
 from tilewise.distributed.peer_memory import KEYS, stream_of
 from tilewise.distributed.ranks import Ranks, to_device
 from tilewise.distributed.schedule import Range, num_rows
@@ -62,31 +61,44 @@ def _rows_and_most(
 Heads = tuple[tuple[slice, ...], ...]  # of each tensor, for each rank
 
 
-def tokens_to_heads(swap: Swap, tensors: tuple[Tensor, ...], heads: Heads) -> tuple[Tensor, ...]:
-    """(batch, tokens of the rank, heads, dim) -> (batch, tokens of the group, heads of the rank, dim)."""
-    return _Exchange.apply(swap, heads, _scatter, _gather, *tensors)  # type: ignore[no-any-return]
+class Exchange(NamedTuple):
+    """How query, key and value become some heads of all tokens, and gradients of these come back."""
+
+    swap: Swap
+    heads: Heads
+
+    @property
+    def shares_keys(self) -> bool:
+        """Whether KV heads go to several ranks, whose gradients are added."""
+        keys = self.heads[1]
+        return keys[-1].stop < sum(own.stop - own.start for own in keys)
+
+    def there(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """(batch, tokens of the rank, heads, dim) -> (batch, tokens of the group, heads of the rank, dim)."""
+        return _scatter(*self, [t.transpose(0, 1) for t in tensors])
+
+    def back(self, grads: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """The reverse."""
+        return _gather(*self, [g.transpose(0, 1) for g in grads])
 
 
 def heads_to_tokens(swap: Swap, tensors: tuple[Tensor, ...], heads: Heads) -> tuple[Tensor, ...]:
     """(batch, tokens of the group, heads of the rank, dim) -> (batch, tokens of the rank, heads, dim)."""
-    return _Exchange.apply(swap, heads, _gather, _scatter, *tensors)  # type: ignore[no-any-return]
+    return _ToTokens.apply(Exchange(swap, heads), *tensors)  # type: ignore[no-any-return]
 
 
-class _Exchange(torch.autograd.Function):
-    """One way forward, the other way backward."""
+class _ToTokens(torch.autograd.Function):
+    """Forward what an exchange does to gradients."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
-        ctx: Any, swap: Swap, heads: Heads, there: Any, back: Any, *tensors: Tensor
-    ) -> tuple[Tensor, ...]:
-        ctx.call = swap, heads, back
-        return there(swap, heads, [t.transpose(0, 1) for t in tensors])  # type: ignore[no-any-return]
+    def forward(ctx: Any, exchange: Exchange, *tensors: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
+        ctx.exchange = exchange
+        return exchange.back(tensors)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
-        swap, heads, back = ctx.call
-        return None, None, None, None, *back(swap, heads, [g.transpose(0, 1) for g in grads])
+        return None, *ctx.exchange.there(grads)
 
 
 def _scatter(swap: Swap, heads: Heads, tensors: list[Tensor]) -> tuple[Tensor, ...]:
@@ -114,7 +126,7 @@ def _gather(swap: Swap, heads: Heads, tensors: list[Tensor]) -> tuple[Tensor, ..
     for of_all, own in zip(parts, heads, strict=True):
         result = _side_by_side(ranges, of_all)
         if (count := own[-1].stop) < result.shape[2]:
-            result = result.unflatten(2, (count, -1)).sum(3, dtype=wide(result.dtype)).to(result.dtype)
+            result = result.unflatten(2, (count, -1)).sum(3)
         results.append(result)
     return tuple(results)
 

@@ -143,8 +143,12 @@ def differentiate(
     dout: Tensor,
     dlse: Tensor | None,
     needs_bias_gradient: bool,
+    is_all: bool,
 ) -> Gradients:
-    """The part's share of the gradients: with out and lse of all keys the backward of some keys is exact."""
+    """The part's share of the gradients: with out and lse of all keys the backward of some keys is exact.
+
+    Unless the share `is_all`, it is in float32 where the kernel can give it.
+    """
     block, out, lse = part.block, results.out, results.lse
     assert out is not None and lse is not None
     inputs, options = _call(part, shard, key, value)
@@ -156,9 +160,8 @@ def differentiate(
     else:
         distance = _row_distance(block, shard.inputs.alibi_slopes, lse)
         lse = lse if distance is None else lse + distance
-    grads = plans.differentiate(
-        inputs, Results(out, lse), dout, dlse, options, shard.backend, needs_bias_gradient, is_partial=True
-    )
+    call = (inputs, Results(out, lse), dout, dlse, options, shard.backend, needs_bias_gradient)
+    grads = plans.differentiate(*call, is_partial=True, request=Request(wide=not is_all))
     if part.packing is not None:
         grads = Gradients(*(g[None] for g in grads[:3]))
     return grads
@@ -285,9 +288,9 @@ class Totals:
         self._put_together(self.wide)
         self.waiting[0].out.index_add_(1, index, out.to(self.wide))
 
-    def finish(self) -> tuple[Tensor, Tensor | None]:
-        """(out, lse). Rows that no part has are 0, their lse -inf."""
-        return self._put_together(self.like.dtype)
+    def finish(self, is_wide: bool = False) -> tuple[Tensor, Tensor | None]:
+        """(out, lse). Rows that no part has are 0, their lse -inf. `is_wide`: out is not rounded."""
+        return self._put_together(self.wide if is_wide else self.like.dtype)
 
     def _put_together(self, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
         first = self.waiting[0] if self.waiting else None

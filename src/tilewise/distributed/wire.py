@@ -14,7 +14,7 @@ from torch import Tensor
 from tilewise.core.kept import kept_on_device
 from tilewise.distributed import peer_memory
 from tilewise.distributed.layout import Layout
-from tilewise.distributed.parts import Totals
+from tilewise.distributed.parts import Totals, wide
 from tilewise.distributed.peer_memory import GRADIENTS, KEYS, PeerMemory, copy_beside, stream_of
 from tilewise.distributed.ranks import Ranks, to_device
 from tilewise.distributed.schedule import Message, Range, Rules, Step, num_rows, traffic
@@ -61,11 +61,12 @@ def make_wire(
     """
     if len(steps) > 1 and peer_memory.can_read(ranks, own[0].device):
         reach = make_reach()
-        row_bytes = [t.shape[1] * most_heads * t.shape[3] * t.dtype.itemsize for t in own]
-        wanted = {KEYS: reach.most_published} | ({GRADIENTS: reach.most_arriving} if is_backward else {})
+        wanted = [(KEYS, reach.most_published, own[0].dtype)]
+        wanted += [(GRADIENTS, reach.most_arriving, wide(own[0].dtype))] if is_backward else []
+        numbers = [t.shape[1] * most_heads * t.shape[3] for t in own]  # of a row
         found = [
-            peer_memory.memory_of(ranks, own[0].device, purpose, [rows * row for row in row_bytes])
-            for purpose, rows in wanted.items()
+            peer_memory.memory_of(ranks, own[0].device, purpose, [rows * n * dtype.itemsize for n in numbers])
+            for purpose, rows, dtype in wanted
         ]
         memories = [memory for memory in found if memory is not None]
         if len(memories) == len(found):

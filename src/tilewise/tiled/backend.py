@@ -32,7 +32,7 @@ from tilewise.tiled.tiles import (
     QueryTile,
     Shift,
     add_reduced,
-    in_input_dtypes,
+    in_own_dtypes,
     new_gradients,
     segments,
     weights,
@@ -208,7 +208,7 @@ def backward(
     dlse: Tensor | None,
     residual: Tensor | None = None,
 ) -> Gradients:
-    """Gradients by recomputation from lse; each has the dtype of its input. Deterministic.
+    """Gradients by recomputation from lse; see `in_own_dtypes`. Deterministic.
 
     residual: what rounding has left out of lse; None: not known, as of an lse that was merged.
     """
@@ -225,7 +225,7 @@ def backward(
                 rows.add_sinks(grads.sinks, -rows.sink_weights(shift) * delta)
         tiles.store_key_rows(grads.key, dk_sum)
         tiles.store_key_rows(grads.value, dv_sum)
-    return in_input_dtypes(grads, inputs)
+    return in_own_dtypes(problem, grads, inputs)
 
 
 def _backward_tile(

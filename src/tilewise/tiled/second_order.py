@@ -30,7 +30,7 @@ from tilewise.tiled.tiles import (
     Shift,
     Tiles,
     add_reduced,
-    in_input_dtypes,
+    in_own_dtypes,
     new_gradients,
     segments,
     weights,
@@ -116,7 +116,7 @@ def double_backward(
                 own.add_sinks(grads.sinks, -of_sinks)
         tiles.store_key_rows(grads.key, gk)
         tiles.store_key_rows(grads.value, gv)
-    return dout_dot, dlse_dot, in_input_dtypes(grads, inputs)
+    return dout_dot, dlse_dot, in_own_dtypes(problem, grads, inputs)
 
 
 def _both(problem: AttentionProblem, inputs: Inputs, tangents: Gradients) -> Iterator[tuple[Tiles, Tiles]]:

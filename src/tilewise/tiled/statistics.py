@@ -33,7 +33,7 @@ from tilewise.tiled.tiles import (
     Shift,
     Tiles,
     add_reduced,
-    in_input_dtypes,
+    in_own_dtypes,
     new_gradients,
     segments,
     weights,
@@ -225,7 +225,7 @@ def backward(
                 dq_tile = _backward_tile(rows, rows.shift(lse, residual), aux, grads, dk_sum, found)
                 rows.store(found.query, dq_tile)
         tiles.store_key_rows(found.key, dk_sum)
-    return in_input_dtypes(found, inputs)
+    return in_own_dtypes(problem, found, inputs)
 
 
 def _backward_tile(

@@ -361,13 +361,14 @@ def add_reduced(total: Tensor, tile: Tensor) -> None:
 
 
 def new_gradients(problem: AttentionProblem, inputs: Inputs, of_all_captured: bool = False) -> Gradients:
-    """Zeros, to which tiles add: for query, key and value in their dtypes, for bias and sinks in the scores'.
+    """Zeros, to which tiles add: for query, key and value in their gradients' dtypes, for bias and sinks in
+    the scores'.
 
     For captured floats in float64, if one of them wants a gradient, or `of_all_captured`.
     """
     floats = inputs.captured_floats
     wants = of_all_captured or (problem.functions is not None and decode(problem.functions).wants_grad)
-    query, key, value = (t.new_zeros(t.shape) for t in inputs[:3])
+    query, key, value = (t.new_zeros(t.shape, dtype=problem.gradient_dtype(t.dtype)) for t in inputs[:3])
     bias, sinks = (
         None if t is None else torch.zeros_like(t, dtype=problem.compute_dtype)
         for t in (inputs.bias, inputs.sinks)
@@ -376,7 +377,8 @@ def new_gradients(problem: AttentionProblem, inputs: Inputs, of_all_captured: bo
     return Gradients(query, key, value, bias, sinks, captured)
 
 
-def in_input_dtypes(gradients: Gradients, inputs: Inputs) -> Gradients:
-    """Each in the dtype of its input."""
-    pairs = zip(gradients._fields, gradients)
-    return Gradients(*(g if g is None else g.to(getattr(inputs, name).dtype) for name, g in pairs))  # type: ignore[arg-type]
+def in_own_dtypes(problem: AttentionProblem, gradients: Gradients, inputs: Inputs) -> Gradients:
+    """Each in the dtype of its input, or that of scores if the problem asks for it."""
+    found = {name: g for name, g in gradients._asdict().items() if g is not None}
+    dtypes = {name: problem.gradient_dtype(getattr(inputs, name).dtype) for name in found}
+    return gradients._replace(**{name: g.to(dtypes[name]) for name, g in found.items()})

@@ -65,7 +65,7 @@ class Config:
     functions: str = ""  # mask and score functions: `core.functions.expression.Functions.text`
     dbias_kind: str = ""  # where the gradient of the bias is summed
     has_dropout: bool = False
-    has_wide_out: bool = False  # out is of the scores' type
+    wide: tuple[str, ...] = ()  # those of out, dq, dk and dv that are of the scores' type
     is_partial: bool = False  # lse counts keys that the call does not have: weights are as it says
     page_size: int = 0  # 0: not in pages
     has_leftpad: bool = False  # of pages

@@ -33,6 +33,8 @@ from tilewise.cpu.host.forward_plan import BLOCK_K
 from tilewise.cpu.host.pool import CPU
 
 # Work items of a backward follow the process's cores, not a call's threads, which so do not change the bits.
+GRADIENTS = "dq", "dk", "dv"
+
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 SMALL_MACHINE, ITEMS_OF_CORE = 4, 2  # cores, on which as many work items are wanted, where the keys allow
 SUM_BYTES = 1 << 20  # of dq: where all heads' would take more, some go after others,
@@ -81,19 +83,22 @@ class BackwardPlan(CallPlan):
 
     def _load(self, may_cut: bool) -> Kernel:
         problem, inputs = self.problem, self.given
-        if self.has_few_rows:
-            return load("decode_backward", decode_config(problem, inputs, may_cut=False))
-        config = backward_config(problem, inputs, may_cut)
+        config = (
+            decode_config(problem, inputs, may_cut=False)
+            if self.has_few_rows
+            else backward_config(problem, inputs, may_cut)
+        )
+        config = replace(config, wide=GRADIENTS if problem.has_wide_results else ())
         if self.dbias_dtype is not None:
             config = replace(config, dbias_kind=KINDS[self.dbias_dtype])
-        return load("backward", config)
+        return load("decode_backward" if self.has_few_rows else "backward", config)
 
     def _allocate(self) -> None:
         """What allocates the gradients, and their strides."""
         problem, self.new = self.problem, []
-        for name, t in zip(("dq", "dk", "dv"), self.given[:3], strict=True):
+        for name, t in zip(GRADIENTS, self.given[:3], strict=True):
             self.set_strides(name, contiguous_strides(t.shape))
-            self.new.append(self.allocator(t.shape, t.dtype))
+            self.new.append(self.allocator(t.shape, problem.gradient_dtype(t.dtype)))
         if problem.bias_needs_grad:
             assert problem.bias_shape is not None
             dbias = torch.empty(problem.bias_shape, device="meta")
@@ -169,7 +174,7 @@ class BackwardPlan(CallPlan):
         if division.items and not self._launch(inputs, results, dout, gradients, dlse, sums, division):
             return Retry(self.uncut)
         if dbias is not None:
-            dbias = dbias.to(inputs.bias.dtype)  # type: ignore[union-attr]
+            dbias = dbias.to(self.problem.gradient_dtype(inputs.bias.dtype))  # type: ignore[union-attr]
         dq, dk, dv = gradients
         if dcaptured is not None:
             dcaptured = dcaptured.sum(0).to(inputs.captured_floats.dtype)  # type: ignore[union-attr]

@@ -118,7 +118,7 @@ def _config(problem: AttentionProblem, inputs: Inputs, vectors: int, terms: int 
         bias_kind="" if inputs.bias is None else KINDS[inputs.bias.dtype],
         functions="" if problem.functions is None else decode(problem.functions).without_gradients().text,
         has_dropout=problem.dropout_p > 0,
-        has_wide_out=problem.has_wide_out,
+        wide=("out",) if problem.has_wide_results else (),  # a backward's are its gradients
         is_partial=problem.is_partial,
         page_size=problem.page_size or 0,
         has_leftpad=problem.is_paged and problem.has_leftpad,

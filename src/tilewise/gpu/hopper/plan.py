@@ -140,7 +140,7 @@ def forward(
 def backward(
     problem: AttentionProblem, inputs: Inputs, known: Results, dout: Tensor, dlse: Tensor | None
 ) -> Gradients:
-    """Gradients by recomputation from lse + residual, each contiguous and in the dtype of its input."""
+    """Gradients by recomputation from lse + residual, each contiguous."""
     launch = wide_launch if _is_wide(problem) else backward_launch
     return launch.backward(problem, inputs, known, dout, dlse)
 

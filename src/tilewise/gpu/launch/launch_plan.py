@@ -265,7 +265,7 @@ def again_backward(
     shared = [functools.partial(scheduler_counter, query.device, n) for n in range(counters)]
     memory = allocator(query, (size // 4,), torch.float32)
     new: list[Callable[[], Tensor]] = [
-        *(allocator(query, t.shape, t.dtype) for t in given[:3]),
+        *(allocator(query, t.shape, problem.gradient_dtype(t.dtype)) for t in given[:3]),
         *shared,
         memory,
     ]

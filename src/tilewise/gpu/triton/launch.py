@@ -107,15 +107,15 @@ def backward(
     dlse: Tensor | None,
     tiles: Tiles | None = None,
 ) -> Gradients:
-    """Gradients by recomputation from lse + residual, each in its input's dtype; the same bits every time."""
+    """Gradients by recomputation from lse + residual; the same bits every time."""
     call = (problem, inputs)
     problem, inputs = as_bias(problem, inputs, distances_as_bias)
     tiles, given_inputs, inputs = tiles or {}, inputs, launchable(inputs)
     query, key, value = inputs[:3]
     # rows outside a cache's sequences are never visited
     fresh = torch.zeros if problem.is_cached else torch.empty
-    dk, dv = (fresh(t.shape, dtype=t.dtype, device=t.device) for t in (key, value))
-    dq = query.new_empty(query.shape)
+    dk, dv = (fresh(t.shape, dtype=problem.gradient_dtype(t.dtype), device=t.device) for t in (key, value))
+    dq = query.new_empty(query.shape, dtype=problem.gradient_dtype(query.dtype))
     given = _readable(known, dout, dlse)
     dbias, dcaptured = unshared_dbias(problem, inputs), _new_dcaptured(problem, inputs)
     results = Results(*given, *new_statistics(problem, given[1]), dq, dk, dv, dbias, dcaptured)

@@ -65,6 +65,7 @@ def run(settings: Settings, cases: list[Case], group: Group, report: Report | No
     how = ONE_RANK if group.world == 1 else f"the slowest of {group.world} ranks"
     seed = int(_largest(float(seeded(settings).seed or 0 if group.rank == 0 else 0), group))
     said: dict[str, Any] = {"world": group.world, "ceilings": {}, "unavailable": {}}
+    said["gradients"] = "float32"  # on their way; of files that do not say it, in the tensors' dtype
     said["method"] = f"{how}, after a call not timed; on each: {clock.method}"
     if group.world > 1 and cases:  # what `auto` goes by
         said["network"] = measured(ranks_of(), cases[0].torch_dtype, torch.device(group.place))._asdict()

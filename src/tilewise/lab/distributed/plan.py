@@ -10,8 +10,11 @@ from typing import Annotated, Any, NamedTuple
 import typer
 
 from tilewise.distributed import Network, explain
-from tilewise.distributed.cost import Choice
+from tilewise.distributed.cost import Choice, Sizes, choose, itemsizes
+from tilewise.distributed.layout import layout_of
 from tilewise.distributed.network import PUBLISHING, TAKEN_BY_NCCL, WAITING
+from tilewise.distributed.ranks import Ranks
+from tilewise.distributed.schedule import Rules
 from tilewise.lab.bench import results
 from tilewise.lab.bench.cases import Case
 from tilewise.lab.bench.cli import one_line_errors
@@ -142,7 +145,7 @@ def compare(found: results.Results, network: Network) -> list[Point]:
             continue
         speed = record["flops"] * devices / world / results.median(alone)
         of_case = network._replace(flops=speed, backward_flops=None)
-        choice = _explain_case(Case.from_json(record["case"]), world, of_case)
+        choice = _explain_case(Case.from_json(record["case"]), world, of_case, "gradients" in found)
         for e in choice.estimates:
             entry = record["peers"].get(f"tilewise:{e.method}")
             if results.is_measured(entry):
@@ -189,14 +192,16 @@ def draw_points(points: list[Point], path: Path) -> None:
     _save(figure, path)
 
 
-def _explain_case(case: Case, world: int, network: Network) -> Choice:
+def _explain_case(case: Case, world: int, network: Network, has_wide_gradients: bool) -> Choice:
     starts = offsets(case)
-    return explain(
-        case.seqlen_q if starts is None else None, world=world, network=network, num_heads=case.num_heads,
-        num_kv_heads=case.num_kv_heads, head_dim=case.head_dim, batch=case.batch, dtype=case.torch_dtype,
-        causal=case.causal, window=case.window or (None, None), balance=balance_of(case),
-        cu_seqlens=starts, backward=case.direction != "forward",
-    )  # fmt: skip
+    seqlen = case.seqlen_q if starts is None else None
+    layout = layout_of(Ranks(None, 0, world, ()), balance_of(case), seqlen, starts)
+    left, right = case.window or (None, None)
+    rules = Rules(left, 0 if case.causal else right, needs_tokens=False)
+    number, gradient = itemsizes(case.torch_dtype)
+    heads, dims = (case.num_heads, case.num_kv_heads), (case.head_dim, case.head_dim)
+    sizes = Sizes(case.batch, *heads, *dims, number, gradient if has_wide_gradients else number)
+    return choose(layout, rules, sizes, network, case.direction != "forward")
 
 
 def _check_plot(path: Path) -> None:

@@ -34,8 +34,8 @@ def add_row(shape: Shape, row: Ptr, terms: Rows, begin: Scalar, end: Value) -> N
 
 
 def sum_bytes(shape: Shape, rows: int) -> int:
-    """What a tile's sums of dq need beside the place where dq will be: of 16-bit types half of their bits."""
-    return 0 if shape.config.kind == shape.kind else rows * shape.pad * BYTES["i16"]
+    """What a tile's sums of dq need beside the place where dq will be: of 16 bits half of their bits."""
+    return 0 if shape.kind_of("dq") == shape.kind else rows * shape.pad * BYTES["i16"]
 
 
 def add_in_turn(

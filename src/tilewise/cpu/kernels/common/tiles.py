@@ -62,6 +62,10 @@ class Shape:
     def constant(self, x: float) -> Value:
         return number(x, self.kind, self.lanes)
 
+    def kind_of(self, name: str) -> str:
+        """The type in memory of q, k, v, out, do, dq, dk or dv."""
+        return self.kind if name in self.config.wide else self.config.kind
+
     @property
     def width(self) -> int:
         """Queries of a tile that are computed: block_q, or fewer in a kernel that is `narrowed`."""
@@ -244,15 +248,13 @@ class Head:
         """Rows of q, out, do or dq from query q0 on, as a function of i: the address of row q0 + i."""
         args, step = self.args, getattr(self.args, f"{name}_n")
         base = self.batch * getattr(args, f"{name}_b") + self.head * getattr(args, f"{name}_h")
-        is_wide = name == "out" and self.shape.config.has_wide_out
-        kind = self.shape.kind if is_wide else self.shape.config.kind
-        first = args.ptr(name, kind)[base + (self.q_row0 + q0) * step]
+        first = args.ptr(name, self.shape.kind_of(name))[base + (self.q_row0 + q0) * step]
         return lambda i: first[step * i]
 
     def key_rows(self, name: str, j0: Scalar) -> Callable[[Scalar], Ptr]:
         """Rows of k, v, dk or dv from key j0 on, as a function of j; by the page table if there is one."""
         args, step = self.args, getattr(self.args, f"{name}_n")
-        base = args.ptr(name, self.shape.config.kind)[self.kv_head * getattr(args, f"{name}_h")]
+        base = args.ptr(name, self.shape.kind_of(name))[self.kv_head * getattr(args, f"{name}_h")]
         batch_step, first_row = getattr(args, f"{name}_b"), self.k_row0 + j0
         page_size = self.shape.config.page_size
         if not page_size:

@@ -25,6 +25,8 @@ class BackwardConfig(KernelConfig):
     LATEST_FIRST: bool = False  # queries of a tile of keys from the last to the first, each of all heads
     IS_SPLIT: bool = False  # several CTAs share a tile of keys: see `splits`
     HAS_LARGE_LSE: bool = True  # where lse is large, rows have a shift: see `scores.weights`
+    WIDE_COLUMNS: int = 0  # of dq and dk, if gradients are in float32
+    WIDE_COLUMNS_V: int = 0  # of dv, likewise
     STATS: ClassVar[int] = 2  # rows of `rows.attn_bwd_prepare_kernel`; there is no room for the shift
     MMA_REGISTERS: ClassVar[int] = 240
     LOAD_REGISTERS: ClassVar[int] = 24
@@ -141,6 +143,8 @@ class WideBackwardConfig(StreamConfig):
     K_STAGES: int  # those of K and V in the queries kernel
     V_STAGES: int
     HAS_LARGE_LSE: bool = True
+    WIDE_COLUMNS: int = 0  # as of `BackwardConfig`
+    WIDE_COLUMNS_V: int = 0
     DESCENDING: ClassVar[bool] = False  # whether the last keys of a sequence are worked on first
     STATS: ClassVar[int] = 4  # rows of `rows.attn_bwd_prepare_kernel`: with the shift, and one not in use
 

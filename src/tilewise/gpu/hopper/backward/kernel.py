@@ -34,6 +34,7 @@ from tilewise.gpu.hopper.backward.loads import (
     make_channels,
     query_buffer,
     query_slot,
+    store_wide_keys,
     to_next_keys,
     to_next_queries,
 )
@@ -95,14 +96,14 @@ def as_operand(x, cfg: gl.constexpr):
 
 
 @gluon.jit
-def start_queries(W: gl.constexpr, use, keys, desc, ch, cfg: gl.constexpr):
+def start_queries(W: gl.constexpr, use, keys, ch, cfg: gl.constexpr):
     """Start this warpgroup's half of dQ = dS K; both have staged their dS^T."""
     HALF: gl.constexpr = cfg.BLOCK_D * cfg.BLOCK_M // 128
     slot = use % 2
     dq = gl.full([64, HALF], 0.0, gl.float32, accumulator_layout(HALF))
     for w in gl.static_range(2):
         ds = ch.ds.index(w * 2 + slot)
-        k = key_buffer(ch, keys, w, desc, cfg).reshape([64, cfg.BLOCK_D])
+        k = key_buffer(ch, keys, w, cfg).reshape([64, cfg.BLOCK_D])
         if cfg.BLOCK_M == 64:  # columns [W * HALF, W * HALF + HALF) of all queries
             k = k.slice(W * HALF, HALF, 1)
         else:  # all columns of queries [W * 64, W * 64 + 64)
@@ -125,8 +126,8 @@ def stats_of(slot, ch, cfg: gl.constexpr):
 
 @gluon.jit
 def start_step(
-    W: gl.constexpr, step, use, work_use, slot, last, keys, at, tile, key, own, work, desc, ch, sizes,
-    factors, extras, cfg: gl.constexpr,
+    W: gl.constexpr, step, use, work_use, slot, last, keys, at, tile, key, own, work, ch, sizes, factors,
+    extras, cfg: gl.constexpr,
 ):  # fmt: skip
     """(P^T, the weight of dS^T, dP^T that may still run) of a query tile that has arrived.
 
@@ -134,7 +135,7 @@ def start_step(
     """
     stats = stats_of(slot, ch, cfg)
     v = ch.v.tiles.index(work_use % cfg.K_STAGES * 2 + W)
-    s = start_product(key_buffer(ch, keys, W, desc, cfg), query_buffer(ch, slot, 0), cfg)
+    s = start_product(key_buffer(ch, keys, W, cfg), query_buffer(ch, slot, 0), cfg)
     if step == 0:
         ch.v.wait(work_use)
     if cfg.HAS_SOFTCAP or cfg.HAS_BIAS or cfg.SCORE is not None:  # whose arithmetic needs the registers of dP
@@ -221,8 +222,8 @@ def mma_role(
             at = Step(shifts, head, tile, spread, tiles, has_hidden, words, kept, slope, bias)
             visited = mirrored(tile, tiles, cfg)
             p, weight, dp = start_step(
-                W, step, use, work_use, slot, last, keys, at, visited, key, own, work, dk_desc, ch, sizes,
-                factors, extras, cfg,
+                W, step, use, work_use, slot, last, keys, at, visited, key, own, work, ch, sizes, factors,
+                extras, cfg,
             )  # fmt: skip
             dp = warpgroup_mma_wait(0, deps=(dp,))
             ds = stage_ds(W, weight, p, dp, use, slot, ch, cfg)
@@ -231,7 +232,7 @@ def mma_role(
             fence_async_shared()  # the stores of dS are visible to wgmma
             sync_warpgroups()
             ch.v.release(work_use, step == steps - 1)  # early, so that the next is there in time
-            dq = start_queries(W, use, keys, dk_desc, ch, cfg)
+            dq = start_queries(W, use, keys, ch, cfg)
             dk = start_sum(ds, query_buffer(ch, slot, 0), dk, step, cfg)
             if cfg.HAS_DROPOUT:  # of the next step, under the products of this one
                 next_head, next_tile = next_queries(head, tile, tiles, work, sizes, cfg)
@@ -253,6 +254,9 @@ def mma_role(
             dv = dv * extras.inverse_keep
         if cfg.IS_SPLIT and start >= 0:
             store_split(W, start, dk * factors.scale, dv, sizes, splits, cfg)
+        elif cfg.WIDE_COLUMNS > 0:
+            store_wide_keys(dk_desc, dk * factors.scale, W, work, sizes, 0, cfg.WIDE_COLUMNS, cfg)
+            store_wide_keys(dv_desc, dv, W, work, sizes, 0, cfg.WIDE_COLUMNS_V, cfg)
         else:
             row_coords = key_coords(W, work, cfg)
             store_keys(
@@ -285,7 +289,7 @@ def store_keys(W: gl.constexpr, dk, dv, keys, zero, row_coords, dk_desc, dv_desc
     """Start copying dK and dV [64, BLOCK_D], staged in K and dS; rows past the end are cut."""
     BLOCKS: gl.constexpr = 2 * cfg.BLOCK_M // cfg.BLOCK_D  # of a descriptor, in the dS^T of a warpgroup
     sync_warpgroups()  # both have computed their last dQ from dS and K
-    dk_buffer = key_buffer(ch, keys + zero, W, dk_desc, cfg)
+    dk_buffer = key_buffer(ch, keys + zero, W, cfg)
     dk_buffer.reshape(dk.shape).store(dk.to(dk_desc.dtype))
     dv_buffer = as_blocks(ch.ds, 2 * BLOCKS, dv_desc).index(W * BLOCKS + zero)
     dv_buffer.reshape(dv.shape).store(dv.to(dv_desc.dtype))
@@ -300,7 +304,10 @@ def attn_bwd_kernel(
     packing, counter, sizes: BackwardSizes, factors, splits: Splits, mask: TransposedMap, extras: Extras,
     cfg: gl.constexpr,
 ):  # fmt: skip
-    """dK and dV of every key tile, and dQ / scale summed in float32."""
+    """dK and dV of every key tile, and dQ / scale summed in float32.
+
+    dk_desc and dv_desc are dk and dv themselves where those are in float32.
+    """
     ch = make_channels(q_desc, v_desc, dq_desc, stats_desc, cfg)
     gl.warp_specialize(
         [

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,13 +39,13 @@ Config = BackwardConfig | WideBackwardConfig
 def backward(
     problem: AttentionProblem, inputs: Inputs, known: Results, dout: Tensor, dlse: Tensor | None
 ) -> Gradients:
-    """Gradients by recomputation from lse + residual, each contiguous and in the dtype of its input."""
+    """Gradients by recomputation from lse + residual, each contiguous."""
     cfg = backward_config(problem)
     division = divide(problem, cfg, host.num_sms(inputs.query.device.index))
     given, optional = ready_tensors(inputs, known, dout, dlse)
     query = given[0]
     assert query is not None
-    dq, dk, dv = (t.new_empty(t.shape) for t in inputs[:3])
+    dq, dk, dv = new_gradients(problem, inputs)
     *sums, semaphores = scratch_shapes(problem, cfg, division, query.shape[-3])
     scratch = [query.new_empty(shape, dtype=torch.float32) for shape in sums]
     if late_tiles(problem, cfg, division):
@@ -59,6 +60,11 @@ def backward(
         None if inputs.sinks is None else sinks_gradient(problem, inputs.sinks, scratch[0], scratch[1], cfg)
     )
     return Gradients(dq, dk, dv, None, dsinks)
+
+
+def new_gradients(problem: AttentionProblem, inputs: Inputs) -> list[Tensor]:
+    """Memory of dq, dk and dv."""
+    return [t.new_empty(t.shape, dtype=problem.gradient_dtype(t.dtype)) for t in inputs[:3]]
 
 
 def ready_tensors(
@@ -118,8 +124,15 @@ def backward_config(problem: AttentionProblem) -> BackwardConfig:
         BIAS_OF_ROWS=problem.bias_shape is not None and problem.bias_shape[2] == 1,
         HAS_SLOPE=compiled_functions(problem).has_slope,
         HAS_LARGE_LSE=has_large_lse(problem),
+        **wide_columns(problem),
         **host.options(problem),
     )
+
+
+def wide_columns(problem: AttentionProblem) -> dict[str, Any]:
+    """The columns of gradients that are in float32."""
+    dims = {"WIDE_COLUMNS": problem.head_dim, "WIDE_COLUMNS_V": problem.head_dim_v}
+    return dims if problem.has_wide_results else {}
 
 
 def has_large_lse(problem: AttentionProblem) -> bool:
@@ -178,7 +191,7 @@ def late_tiles(problem: AttentionProblem, cfg: BackwardConfig, division: Divisio
 
     Splits take the memory of dq, which nobody needs before they are reduced, if they fit; 0 if not.
     """
-    row_bytes = problem.dtype.itemsize * problem.num_heads * problem.head_dim
+    row_bytes = problem.gradient_dtype(problem.dtype).itemsize * problem.num_heads * problem.head_dim
     rows = -(-division.splits * 8 * cfg.BLOCK_N * cfg.BLOCK_D // max(1, row_bytes))
     if rows > problem.batch * problem.seqlen_q:
         return 0
@@ -279,7 +292,7 @@ def main_launch(
         *(host.descriptor(t, tile, is_packed) for t, tile in ((query, rows), (key, keys), (value, keys))),
         host.descriptor(dout, rows, is_packed),
         host.flat_descriptor(dq, (DQ_TILE // 128, 128)),
-        *(host.descriptor(t, keys, is_packed) for t in (dk, dv)),
+        *(t if cfg.WIDE_COLUMNS else host.descriptor(t, keys, is_packed) for t in (dk, dv)),
         host.flat_descriptor(stats, (1, 2 * cfg.BLOCK_M)),
         *(shifts, semaphores, Packing(cu_q, cu_k, *ordered), counter),
         sizes,

@@ -21,7 +21,7 @@ from tilewise.gpu.hopper.backward.splits import (
 from tilewise.gpu.hopper.common.channel import Ring, make_ring, make_tile_ring, make_tiles
 from tilewise.gpu.hopper.common.compat import (
     aggregate,
-    as_blocks,
+    as_tiles,
     gl,
     gluon,
     load_tile,
@@ -29,6 +29,7 @@ from tilewise.gpu.hopper.common.compat import (
     wait_for_previous_kernel,
 )
 from tilewise.gpu.hopper.common.key_loads import coords
+from tilewise.gpu.hopper.common.products import store_wide
 from tilewise.gpu.hopper.common.scheduler import make_work_ring, send, send_end
 from tilewise.gpu.hopper.mask.steps import head_and_tile, step_entry, walk_of
 
@@ -75,9 +76,9 @@ def query_buffer(ch, slot, n):
 
 
 @gluon.jit
-def key_buffer(ch, slot, w, desc, cfg: gl.constexpr):
-    """K of warpgroup w in a slot: a box of the descriptor, [64, BLOCK_D]."""
-    buffers = as_blocks(ch.slots.tiles, 8 if cfg.K_STAGES == 1 else 12, desc)
+def key_buffer(ch, slot, w, cfg: gl.constexpr):
+    """K of warpgroup w in a slot: a box as those of V, [64, BLOCK_D]."""
+    buffers = as_tiles(ch.slots.tiles, 8 if cfg.K_STAGES == 1 else 12, ch.v.tiles.index(0))
     return buffers.index(2 * slot + w + (0 if cfg.K_STAGES == 1 else 4))
 
 
@@ -183,7 +184,7 @@ def load_keys(state, k_desc, work, ch, cfg: gl.constexpr):
     bar_full, state = acquire_slot(state, slot, ch)
     mbarrier.expect(bar_full, 2 * k_desc.block_type.nbytes)
     for w in gl.static_range(2):
-        load_tile(k_desc, key_coords(w, work, cfg), bar_full, key_buffer(ch, slot, w, k_desc, cfg))
+        load_tile(k_desc, key_coords(w, work, cfg), bar_full, key_buffer(ch, slot, w, cfg))
     return state
 
 
@@ -192,3 +193,13 @@ def key_coords(w, work, cfg: gl.constexpr):
     """TMA coordinates of the keys of warpgroup w."""
     row = work.row + w * 64
     return coords(work.start_k, work.seqlen_k, row, work.head, work.batch, cfg.IS_PACKED)
+
+
+@gluon.jit
+def store_wide_keys(
+    target, sums, w, work, sizes, FIRST: gl.constexpr, COLUMNS: gl.constexpr, cfg: gl.constexpr
+):
+    """Store columns from FIRST on of a gradient of the keys of warpgroup w in float32: see `store_wide`."""
+    start = work.start_k if cfg.IS_PACKED else work.batch * sizes.seqlen_k
+    heads = sizes.num_bh if cfg.IS_PACKED else sizes.num_bh // sizes.batch
+    store_wide(target, sums, work.row + w * 64, work.seqlen_k, start, work.head, heads, FIRST, COLUMNS)

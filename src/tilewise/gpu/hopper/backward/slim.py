@@ -13,7 +13,7 @@ keys_role x 2  4 each  the four products for 64 keys
 """
 
 from tilewise.gpu.hopper.backward.arguments import BackwardSizes
-from tilewise.gpu.hopper.backward.loads import key_coords
+from tilewise.gpu.hopper.backward.loads import key_coords, store_wide_keys
 from tilewise.gpu.hopper.backward.ranges import locate_keys, next_tile, query_tiles, scratch_tile
 from tilewise.gpu.hopper.backward.scores import opaque_zero, pinned, probabilities, score_gradient
 from tilewise.gpu.hopper.backward.wide import stats_of
@@ -186,10 +186,15 @@ def keys_role(W: gl.constexpr, dk_desc, dv_desc, ch, sizes, factors, cfg: gl.con
         dk = scaled(await_chunks(accumulate_chunks(ds, ch.q, use, dk, cfg), 0, cfg), factors.scale)
         ch.q.release(use)
         use += 1
-        row_coords = key_coords(W, work, cfg)
-        store_chunks(dk, dk_desc, ch.k.tiles, W * cfg.D_CHUNKS + zero, row_coords)
-        store_chunks((dv,), dv_desc, ch.v.tiles, W + zero, row_coords)
-        wait_for_stores(0)  # the tiles have been read
+        if cfg.WIDE_COLUMNS > 0:
+            for i in gl.static_range(len(dk)):
+                store_wide_keys(dk_desc, dk[i], W, work, sizes, i * cfg.D_CHUNK, cfg.WIDE_COLUMNS, cfg)
+            store_wide_keys(dv_desc, dv, W, work, sizes, 0, cfg.WIDE_COLUMNS_V, cfg)
+        else:
+            row_coords = key_coords(W, work, cfg)
+            store_chunks(dk, dk_desc, ch.k.tiles, W * cfg.D_CHUNKS + zero, row_coords)
+            store_chunks((dv,), dv_desc, ch.v.tiles, W + zero, row_coords)
+            wait_for_stores(0)  # the tiles have been read
         ch.k.release(work_use)
         ch.v.release(work_use)
         work_use += 1
@@ -213,7 +218,7 @@ def attn_bwd_slim_keys_kernel(
     q_desc, k_desc, v_desc, do_desc, dk_desc, dv_desc, stats_desc, packing, counter,
     sizes: BackwardSizes, factors, cfg: gl.constexpr,
 ):  # fmt: skip
-    """dK and dV of every tile of 128 keys."""
+    """dK and dV of every tile of 128 keys. dk_desc and dv_desc are dk and dv themselves if in float32."""
     ch = Channels(
         make_work_ring(2),
         make_tile_ring(k_desc, 1, 2 * cfg.D_CHUNKS, 2),

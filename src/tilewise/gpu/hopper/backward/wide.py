@@ -18,6 +18,7 @@ products alternately (ping-pong), so that those of one run under the arithmetic 
 """
 
 from tilewise.gpu.hopper.backward.arguments import BackwardSizes
+from tilewise.gpu.hopper.backward.loads import store_wide_keys
 from tilewise.gpu.hopper.backward.ranges import locate_keys, next_tile, query_tiles, scratch_tile
 from tilewise.gpu.hopper.backward.scores import pinned, probabilities, score_gradient
 from tilewise.gpu.hopper.common.channel import Ring, make_ring, make_tile_ring, make_tiles
@@ -113,7 +114,7 @@ def stats_of(use, ch, cfg: gl.constexpr):
 @gluon.jit
 def weight_role(dv_desc, ch, sizes, factors, cfg: gl.constexpr):
     """P^T of every query tile, for the gradient role, and dV += P^T dO."""
-    dtype: gl.constexpr = dv_desc.dtype
+    dtype: gl.constexpr = ch.do.tiles.dtype
     work_use = 0  # of the work ring
     use = 0
     work, _ = receive(ch.work, work_use)
@@ -138,7 +139,10 @@ def weight_role(dv_desc, ch, sizes, factors, cfg: gl.constexpr):
         dv = warpgroup_mma_wait(0, deps=(start_dv(p, dv, use, ch, cfg),))
         ch.do.release(use)
         use += 1
-        store_keys((dv,), dv_desc, ch.k.chunk(work_use, 0), work, cfg)
+        if cfg.WIDE_COLUMNS > 0:
+            store_wide_keys(dv_desc, dv, 0, work, sizes, 0, cfg.WIDE_COLUMNS_V, cfg)
+        else:
+            store_keys((dv,), dv_desc, ch.k.chunk(work_use, 0), work, cfg)
         ch.k.release(work_use)
         work_use += 1
         work, _ = receive(ch.work, work_use)
@@ -197,7 +201,11 @@ def gradient_role(dk_desc, ch, sizes, factors, cfg: gl.constexpr):
         dk = await_chunks(accumulate_chunks(ds, ch.q, use, dk, cfg), 0, cfg)
         ch.q.release(use)
         use += 1
-        store_keys(scaled(dk, factors.scale), dk_desc, ch.v.chunk(work_use, 0), work, cfg)
+        dk = scaled(dk, factors.scale)
+        if cfg.WIDE_COLUMNS > 0:
+            store_wide_keys(dk_desc, dk[0], 0, work, sizes, 0, cfg.WIDE_COLUMNS, cfg)
+        else:
+            store_keys(dk, dk_desc, ch.v.chunk(work_use, 0), work, cfg)
         ch.v.release(work_use)
         work_use += 1
         work, _ = receive(ch.work, work_use)
@@ -243,7 +251,7 @@ def attn_bwd_wide_keys_kernel(
     q_desc, k_desc, v_desc, do_desc, dk_desc, dv_desc, stats_desc, packing, counter,
     sizes: BackwardSizes, factors, cfg: gl.constexpr,
 ):  # fmt: skip
-    """dK and dV of every tile of 64 keys."""
+    """dK and dV of every tile of 64 keys. dk_desc and dv_desc are dk and dv themselves if in float32."""
     dtype: gl.constexpr = q_desc.dtype
     weight_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, cfg.BLOCK_M], dtype)
     ch = Channels(

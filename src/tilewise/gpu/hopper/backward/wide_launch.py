@@ -14,11 +14,13 @@ from tilewise.gpu.hopper.backward.arguments import WideBackwardConfig
 from tilewise.gpu.hopper.backward.launch import (
     has_large_lse,
     kernel_sizes,
+    new_gradients,
     prepare_launch,
     ready_tensors,
     score_factors,
     sinks_gradient,
     stats_shape,
+    wide_columns,
 )
 from tilewise.gpu.hopper.common import host
 from tilewise.gpu.hopper.common.arguments import Packing
@@ -34,7 +36,7 @@ def backward(
     cfg = wide_config(problem)
     given, optional = ready_tensors(inputs, known, dout, dlse)
     query = inputs.query
-    dq, dk, dv = (t.new_empty(t.shape) for t in inputs[:3])
+    dq, dk, dv = new_gradients(problem, inputs)
     stats = query.new_empty(stats_shape(problem, cfg, query.shape[-3]), dtype=torch.float32)
     new = (dq, dk, dv, stats, *host.shared_counters(query.device))
     run_steps(problem, steps(cfg, given, new, (*optional, *ordered(problem, cfg, *optional[1:]))))
@@ -93,6 +95,7 @@ def wide_config(problem: AttentionProblem) -> WideBackwardConfig:
         K_STAGES=stages[1],
         V_STAGES=stages[2],
         HAS_LARGE_LSE=has_large_lse(problem),
+        **wide_columns(problem),
         **host.options(problem),
     )
 
@@ -116,7 +119,7 @@ def keys_launch(problem: AttentionProblem, tensors: Tensors, cfg: WideBackwardCo
     arguments = (
         *(host.descriptor(t, tile, is_packed) for t, tile in ((query, qk), (key, qk), (value, v), (dout, v))),
         *(
-            host.descriptor(t, (64, 1, width), is_packed)
+            t if cfg.WIDE_COLUMNS else host.descriptor(t, (64, 1, width), is_packed)
             for t, width in zip((dk, dv), cfg.STORE_WIDTHS, strict=True)
         ),
         host.flat_descriptor(stats, (1, cfg.STATS * cfg.BLOCK_M)),
@@ -139,7 +142,9 @@ def queries_launch(problem: AttentionProblem, tensors: Tensors, cfg: WideBackwar
     sizes = kernel_sizes(problem, query.shape[-3], -(-problem.seqlen_q // QUERIES), cfg)
     qk, v = (64, 1, cfg.D_CHUNK), (64, 1, cfg.BLOCK_DV)
     tiles = ((query, qk), (key, qk), (value, v), (dout, v), (dq, qk))
-    descriptors = (host.descriptor(t, tile, is_packed) for t, tile in tiles)
+    descriptors = (
+        t if t is dq and cfg.WIDE_COLUMNS else host.descriptor(t, tile, is_packed) for t, tile in tiles
+    )
     packing = Packing(cu_q, cu_k, *ordered)
     arguments = (*descriptors, stats, packing, counter, sizes, score_factors(problem), cfg)
     most = host.most_tiles(problem, query.shape[-3], QUERIES)

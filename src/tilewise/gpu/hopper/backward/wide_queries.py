@@ -32,6 +32,7 @@ from tilewise.gpu.hopper.common.products import (
     product,
     product_of_chunks,
     scaled,
+    store_wide,
     zero_chunks,
 )
 from tilewise.gpu.hopper.common.ranges import hide, key_tiles
@@ -105,7 +106,7 @@ def load_role(q_desc, k_desc, v_desc, do_desc, counter, ch, sizes, packing, cfg:
 @gluon.jit
 def query_role(W: gl.constexpr, dq_desc, stats, ch, sizes, factors, cfg: gl.constexpr):
     """Warpgroup W: dQ of 64 queries of every work tile."""
-    dtype: gl.constexpr = dq_desc.dtype
+    dtype: gl.constexpr = ch.q.tiles.dtype
     IS_V_LATE: gl.constexpr = cfg.V_STAGES == 1  # a tile's V arrives when its S is done, not before
     work_use = 0  # of the work ring
     use = 0
@@ -156,9 +157,18 @@ def query_role(W: gl.constexpr, dq_desc, stats, ch, sizes, factors, cfg: gl.cons
         ch.k.release(use)
         use += 1
         ch.do.release(own_use)
-        row_coords = coords(work.start_q, work.seqlen_q, row, work.head, work.batch, cfg.IS_PACKED)
-        store_chunks(dq, dq_desc, ch.q.tiles, own_use % 2 * cfg.D_CHUNKS, row_coords)
-        wait_for_stores(0)  # the tiles have been read
+        if cfg.WIDE_COLUMNS > 0:
+            start = work.start_q if cfg.IS_PACKED else work.batch * sizes.seqlen_q
+            heads = (sizes.num_bh if cfg.IS_PACKED else sizes.num_bh // sizes.batch) * sizes.group_size
+            for i in gl.static_range(len(dq)):
+                store_wide(
+                    dq_desc, dq[i], row, work.seqlen_q, start, work.head, heads, i * cfg.D_CHUNK,
+                    cfg.WIDE_COLUMNS,
+                )  # fmt: skip
+        else:
+            row_coords = coords(work.start_q, work.seqlen_q, row, work.head, work.batch, cfg.IS_PACKED)
+            store_chunks(dq, dq_desc, ch.q.tiles, own_use % 2 * cfg.D_CHUNKS, row_coords)
+            wait_for_stores(0)  # the tiles have been read
         ch.q.release(own_use)
         work_use += 1
         work, _ = receive(ch.work, work_use)
@@ -217,7 +227,7 @@ def attn_bwd_wide_queries_kernel(
     q_desc, k_desc, v_desc, do_desc, dq_desc, stats, packing, counter, sizes: BackwardSizes, factors,
     cfg: gl.constexpr,
 ):  # fmt: skip
-    """dQ of every tile of 128 queries; `num_tiles` counts those."""
+    """dQ of every tile of 128 queries; `num_tiles` counts those. dq_desc is dq itself if in float32."""
     ch = Channels(
         make_work_ring(2),
         make_tile_ring(q_desc, 2, cfg.D_CHUNKS, 1),

@@ -57,6 +57,12 @@ def as_blocks(smem, COUNT: gl.constexpr, desc):
 
 
 @gluon.jit
+def as_tiles(smem, COUNT: gl.constexpr, tile):
+    """Shared memory as COUNT tiles like another."""
+    return _reinterpret(smem, tile.dtype, [COUNT] + tile.shape, tile.layout)  # noqa: RUF005
+
+
+@gluon.jit
 def as_block(smem, desc):
     """Shared memory as one block of a TMA descriptor."""
     return _reinterpret(smem, desc.dtype, desc.block_shape, desc.layout)

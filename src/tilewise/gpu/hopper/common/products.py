@@ -68,6 +68,25 @@ def scaled(chunks, factor):
 
 
 @gluon.jit
+def store_wide(
+    target, sums, row, seqlen, start, head, heads, FIRST: gl.constexpr, COLUMNS: gl.constexpr,
+    PACK: gl.constexpr = 1,
+):  # fmt: skip
+    """Store 64 rows of sums in float32, from registers: tiles in shared memory hold 16 bits a number.
+
+    target: contiguous (tokens, heads, COLUMNS), of which `sums` are columns from FIRST on. The rows are those
+    from `row` on of a sequence that begins at token `start`, of PACK heads alternately.
+    """
+    layout: gl.constexpr = sums.type.layout
+    rows = gl.arange(0, 64, gl.SliceLayout(1, layout))
+    cols = FIRST + gl.arange(0, sums.shape[1], gl.SliceLayout(0, layout))
+    position = row + rows // PACK
+    place = (start + position).to(gl.int64) * heads + (head + rows % PACK)
+    mask = (position < seqlen)[:, None] & (cols < COLUMNS)[None, :]
+    gl.store((target + place * COLUMNS)[:, None] + cols[None, :], sums, mask=mask)
+
+
+@gluon.jit
 def rescaled(acc, alpha):
     """Each row of an accumulator times its alpha."""
     return acc * gl.convert_layout(alpha, gl.SliceLayout(1, acc.type.layout), assert_trivial=True)[:, None]

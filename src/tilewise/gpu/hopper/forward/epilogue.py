@@ -3,7 +3,7 @@
 from tilewise.gpu.hopper.common.compat import fence_async_shared, gl, gluon, store_tile
 from tilewise.gpu.hopper.common.key_loads import coords
 from tilewise.gpu.hopper.common.layouts import partial_layout, row_layout
-from tilewise.gpu.hopper.common.products import rescaled
+from tilewise.gpu.hopper.common.products import rescaled, store_wide
 from tilewise.gpu.hopper.common.softmax import (
     LN_2,
     LOG2_E,
@@ -51,24 +51,12 @@ def store_rows(
         factor = factor * extras.inverse_keep
     acc = rescaled(acc, factor)  # [64, BLOCK_DV]
     if cfg.WIDE_COLUMNS > 0:
-        store_wide(o_desc, acc, row, work, sizes, cfg)
+        start = work.start_q if cfg.IS_PACKED else work.batch * sizes.seqlen_q
+        heads = (sizes.num_bh if cfg.IS_ORDERED else sizes.num_bh // sizes.batch) * cfg.PACK
+        store_wide(o_desc, acc, row, work.seqlen_q, start, work.head, heads, 0, cfg.WIDE_COLUMNS, cfg.PACK)
     else:
         smem_o.reshape([64, cfg.BLOCK_DV]).store(acc.to(o_desc.dtype))
         store_staged(o_desc, smem_o, row, work, cfg)
-
-
-@gluon.jit
-def store_wide(out, acc, row, work, sizes, cfg: gl.constexpr):
-    """Store a warpgroup's rows of O in float32, from registers: the slot of Q holds 16 bits a number."""
-    layout: gl.constexpr = acc.type.layout
-    rows = gl.arange(0, 64, gl.SliceLayout(1, layout))
-    cols = gl.arange(0, cfg.BLOCK_DV, gl.SliceLayout(0, layout))
-    position = row + rows // cfg.PACK
-    heads = (sizes.num_bh if cfg.IS_ORDERED else sizes.num_bh // sizes.batch) * cfg.PACK
-    token = (work.start_q if cfg.IS_PACKED else work.batch * sizes.seqlen_q) + position
-    place = token.to(gl.int64) * heads + (work.head + rows % cfg.PACK)
-    mask = (position < work.seqlen_q)[:, None] & (cols < cfg.WIDE_COLUMNS)[None, :]
-    gl.store((out + place * cfg.WIDE_COLUMNS)[:, None] + cols[None, :], acc, mask=mask)
 
 
 @gluon.jit

@@ -130,7 +130,7 @@ def forward_launch(
         host.descriptor(query, (*rows, cfg.D_CHUNK), problem.is_packed),
         host.descriptor(key, (cfg.BOX_ROWS, 1, width), cfg.IS_ORDERED),
         host.descriptor(value, (cfg.BOX_ROWS, 1, width_v), cfg.IS_ORDERED),
-        out if problem.has_wide_out else host.descriptor(out, (*rows, cfg.BLOCK_DV), problem.is_packed),
+        out if problem.has_wide_results else host.descriptor(out, (*rows, cfg.BLOCK_DV), problem.is_packed),
         # lse: to be left alone there
         RowTargets(lse, lse if residual is None else residual, int(residual is not None), *statistics),
         *(sinks, Packing(cu_q, cu_k, order, first_tile), counter),
@@ -174,7 +174,7 @@ def forward_config(problem: AttentionProblem) -> ForwardConfig:
         LARGEST_SPREAD=LARGEST_SPREAD[problem.dtype],
         BOTH_ENDS_FIRST=problem.dtype == torch.float16 and _has_plain_scores(problem),
         PACK=_pack(problem),
-        WIDE_COLUMNS=problem.head_dim_v if problem.has_wide_out else 0,
+        WIDE_COLUMNS=problem.head_dim_v if problem.has_wide_results else 0,
         HAS_SINKS=problem.has_sinks,
         BIAS_OF_ROWS=problem.bias_shape is not None and problem.bias_shape[3] == 1,
         IS_GUARDED=compiled_functions(problem).is_guarded,

@@ -37,7 +37,7 @@ def shared_dbias(
     tile: KernelTile | None,
     is_early: bool = True,
 ) -> Tensor:
-    """Gradient of the bias in its own shape and dtype: float32 sums, over splits in a fixed order.
+    """Gradient of the bias in its own shape: float32 sums, over splits in a fixed order.
 
     Of a bias of distances that of its numbers, in the shape of `core.functions.distances.numbers`.
     is_early: between the kernel of row statistics and this one stands another, which has waited.
@@ -49,7 +49,8 @@ def shared_dbias(
     tile = tile or table_tile("dbias", problem, bias.device)
     assert tile is not None
     splits, sizes = _bias_sizes(problem, problem.bias_shape, tile)
-    dtype = bias.dtype if splits == 1 else torch.float32  # one split is the result, rounded as it is stored
+    asked = problem.gradient_dtype(bias.dtype)
+    dtype = asked if splits == 1 else torch.float32  # one split is the result, rounded as it is stored
     batch, *shape = problem.bias_shape
     if problem.bias_of_distances:
         shape = [shape[0], sizes.tiles_m, tile.block_m + tile.block_n]
@@ -58,7 +59,7 @@ def shared_dbias(
     choices = (tile, sizes, is_early)
     fresh = results._replace(dbias=partial)[GIVEN:]
     run_steps(problem, [Step(_dbias_launch, given, choices, fresh)])
-    total = partial if splits == 1 else partial.view(splits, batch, *shape).sum(0).to(bias.dtype)
+    total = partial if splits == 1 else partial.view(splits, batch, *shape).sum(0).to(asked)
     return _summed_by_distance(problem, total, tile.block_m) if problem.bias_of_distances else total
 
 
