@@ -711,3 +711,13 @@ def test_a_method_of_an_object_that_changes_is_asked_again():
     after = tilewise.attention(q, q, q, score_mod=scaled)
     torch.testing.assert_close(after, tilewise.attention(q, q, q))
     assert not torch.equal(after, before)
+
+
+def test_a_map_without_numbers_is_made():
+    """Of a call that is only compiled, here by ranges of indices that a tensor holds."""
+    documents, blocks = torch.zeros(99, dtype=torch.int64), torch.zeros(13, dtype=torch.int64)
+    found = trace(lambda b, h, i, j: documents[blocks[i // 8]] == documents[j], None)
+    numbers = pack(found, torch.zeros(1))
+    numbers = Buffers(numbers.floats, numbers.integers.to("meta"), numbers.layout)
+    spans = (edges(n, block, "meta") for n, block in ((1, 1), (1, 1), (99, 16), (99, 16)))
+    assert tile_kinds(check_indices(found, (1, 1, 99, 99)), numbers, *spans).shape == (1, 1, 7, 7)

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import importlib
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import tilewise
 from test_host_path import body_lines, functions_entered
-from tilewise.core.plan import Results
-from tilewise.core.problem import Inputs, Options, describe_signature, in_layout
+from tilewise.core.plan import FunctionPlan, Results, Saves
+from tilewise.core.problem import Inputs, Options, describe, describe_signature, in_layout
 from tilewise.core.signature import Request, Signature, look
 from tilewise.dispatch import plans
 from tilewise.gpu.launch import launch_plan, plan as gpu_plan
@@ -301,6 +302,59 @@ def test_later_calls_with_more_tensors_launch_what_the_first_does(backend, call,
     assert sorted(names[1]) == sorted(names[0] + looked)
     assert len(firsts) == len(firsts_back) == 2  # the first call, and the one that is profiled
     assert compiled[0] == compiled[1] == compiled[2] >= 4
+
+
+def same_but_for_addresses(planned, launched):
+    if isinstance(launched, list):
+        return len(planned) == len(launched) and all(map(same_but_for_addresses, planned, launched))
+    return planned == launched or (isinstance(planned, (int, str)) and str(launched).startswith("scratch"))
+
+
+@pytest.mark.parametrize("backend", ["hopper", "triton"])
+@pytest.mark.parametrize("call, dim", WITH_MORE)
+def test_a_call_without_memory_has_the_launches_of_a_first_call(backend, call, dim, recorder):
+    """By it a first call's kernels are compiled; the calls after that find the plan as it was."""
+    options, shapes = SHAPING[call]
+    q, k, v, out, lse, residual, dout = draw((dim, dim), (100, 130), "bshd", 0)
+    more = {name: torch.zeros(shape, dtype=dtype) for name, (shape, dtype) in shapes.items()}
+    if "packed" in call:
+        q, k, v, out, dout = (t.flatten(0, 1) for t in (q, k, v, out, dout))
+        lse, residual = (t.transpose(0, 1).flatten(1) for t in (lse, residual))
+        more |= {f"cu_seqlens_{name}": torch.zeros(4, dtype=torch.int32) for name in "qk"}
+        options = options._replace(max_seqlen_q=90, max_seqlen_k=120)
+    inputs, results = Inputs(q, k, v, **more), Results(out, lse, residual)
+    forward = plan_of(backend, options, Request(True, True), inputs)
+    backward = plan_of(backend, options, Request(), inputs, (*results, dout, None))
+    for plan, given in ((forward, (inputs,)), (backward, (inputs, results, dout, None))):
+        recorder.take(())
+        plan.run(*(launch_plan._without_memory(t, q.device) for t in given))
+        planned = recorder.take(())
+        recorder.forget()  # on a GPU nothing has been launched
+        plan.run(*given)
+        launched = recorder.take(())
+        assert launched and same_but_for_addresses(planned, launched)
+        plan.run(*given)
+        assert plan._again is not None
+
+
+def test_kernels_are_compiled_side_by_side_once_for_all_lengths(monkeypatch):
+    compiled, on_gpu = [], SimpleNamespace(is_cuda=True, device=DEVICE)
+    monkeypatch.setattr(launch_plan, "compile_together", lambda *call: compiled.append(call))
+    monkeypatch.setattr(plans, "_kinds", set())
+
+    def call(seqlen, query=on_gpu, backend="hopper", **options):
+        x = torch.zeros(1, seqlen, 2, 64, dtype=torch.bfloat16)
+        mask = torch.zeros(1, 1, 1, seqlen, dtype=torch.bool)
+        problem = describe(Inputs(x, x, x, mask=mask), Options(**options))
+        plan = FunctionPlan(problem, lambda *given: given)
+        signature = SimpleNamespace(direction="forward", request=Request())
+        entry = plans.Entry(plan, signature, backend, Saves())
+        for _ in range(2):
+            assert plans.run(entry, Inputs(query, x, x))
+        return len(compiled)
+
+    assert call(100, query=torch.zeros(1)) == 0 and call(100, backend="tiled") == 0
+    assert [call(100), call(200), call(100, causal=True), call(300, causal=True)] == [1, 1, 2, 2]
 
 
 def test_a_mask_of_other_values_is_scanned_again(recorder):

@@ -1,8 +1,10 @@
-"""Launch plans, with a kernel that only records what it is given; nothing here needs a GPU or triton."""
+"""Launch plans, with a kernel that only records what it is given; nothing here needs a GPU."""
 
 from __future__ import annotations
 
 import inspect
+import sys
+import threading
 import weakref
 from dataclasses import dataclass
 from pathlib import Path
@@ -277,3 +279,113 @@ def test_a_kernel_lies_where_it_is_written():
         == "    return out, lengths, lengths.rows, scales, count, LAST\n"
     )
     assert kernel.__doc__ == "What the parameters hold." and kernel.__module__ == __name__
+
+
+@pytest.fixture
+def kernels(monkeypatch):
+    """Kernels of Triton's, compiled for a GPU that is not here: two, and one that can't be compiled."""
+    triton = pytest.importorskip("triton")
+    import triton.language as tl
+
+    from tilewise.gpu.launch import launcher
+
+    monkeypatch.setattr(triton.runtime.driver, "_active", launcher.CompileOnlyDriver((9, 0)))
+    monkeypatch.setattr(plan, "is_interpreted", lambda: False)
+
+    @triton.jit
+    def first(x):
+        tl.store(x, 1.0)
+
+    @triton.jit
+    def second(x):
+        tl.store(x, 2.0)
+
+    @triton.jit
+    def wrong(x):
+        tl.static_assert(False, "is wrong")
+
+    return first, second, wrong
+
+
+@pytest.fixture
+def threads(kernels, monkeypatch):
+    """Where two kernels are compiled, each of which waits for the other: in turn they would never meet."""
+    both, found = threading.Barrier(2, timeout=10), set()
+
+    def listen(**compilation):
+        found.add(threading.get_ident())
+        both.wait()
+
+    monkeypatch.setattr(sys.modules["triton"].knobs.compilation, "listener", listen)
+    return found
+
+
+def launch(x, *kernels):
+    for kernel in kernels:
+        plan.run(lambda _, tensors, of=kernel: plan.Launch(of, 1, tensors, 1), "problem", (x,))
+
+
+def compile_together(*kernels, given=None):
+    """As in a first call of several launches."""
+
+    def call(x):
+        assert x.is_meta
+        launch(x, *kernels)
+        if given is not None:
+            given.append(x.tolist())
+
+    x = torch.zeros(16)
+    plan.compile_together(call, x, x)
+
+
+def all_compiled(kernel):
+    return [type(found).__name__ for cache in kernel.device_caches.values() for found in cache[0].values()]
+
+
+def test_kernels_of_a_first_call_are_compiled_side_by_side(kernels, threads):
+    first, second, _ = kernels
+    compile_together(first, second)
+    assert all_compiled(first) == all_compiled(second) == ["CompiledKernel"]
+    compile_together(first, second)
+    assert len(threads) == 2 and threading.get_ident() not in threads
+    assert len(threads.intersection(thread.ident for thread in threading.enumerate())) == 0
+
+
+def test_kernels_for_a_gpu_that_is_not_here_are_compiled_side_by_side(kernels, threads):
+    from tilewise.gpu.launch import gpus, launcher
+
+    found = []
+    with launcher.compiling_for(gpus.GPUS["h200"], found.append):
+        launch(torch.empty(16, device="meta"), *kernels[:2])
+    assert [compiled.metadata.name for compiled in found] == ["first", "second"] and len(threads) == 2
+    with (
+        pytest.raises(Exception, match="is wrong"),
+        launcher.compiling_for(gpus.GPUS["h200"], found.append),
+    ):
+        launch(torch.empty(16, device="meta"), kernels[2])
+    assert len(found) == 2
+
+
+def test_what_can_not_be_compiled_is_left_to_its_launch(kernels):
+    first, second, wrong = kernels
+    given = []
+    compile_together(wrong, first, given=given)  # nor can what tensors hold be known
+    assert all_compiled(first) == ["CompiledKernel"] and all_compiled(wrong) == [] and not given
+    for _ in range(2):
+        with pytest.raises(Exception, match="is wrong"):
+            wrong.warmup(torch.zeros(16), grid=(1,), enable_fp_fusion=True)
+    compile_together(second)
+    assert all_compiled(second) == ["CompiledKernel"]
+
+
+def test_an_interrupt_leaves_nothing_half_compiled(kernels, monkeypatch):
+    first, second, _ = kernels
+
+    def listen(**compilation):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(sys.modules["triton"].knobs.compilation, "listener", listen)
+    with pytest.raises(KeyboardInterrupt):
+        compile_together(first, second)
+    monkeypatch.undo()
+    assert all_compiled(first) == all_compiled(second) == []

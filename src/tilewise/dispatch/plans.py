@@ -42,6 +42,7 @@ MAX_PLANS = 2048
 NUM_INPUTS = len(Inputs._fields)
 MASK = Inputs._fields.index("mask")
 NO_REQUEST = Request()
+KERNELS_OF_GPUS = {"hopper", "triton"}
 
 
 class Entry:
@@ -53,22 +54,26 @@ class Entry:
         backend: the name of the backend that made it.
         saves: what the backward reads of the results: of a forward's own, or of those given to a backward.
         has_values, needs_grad: of the plan's problem.
+        is_new: it has not run, and may have kernels of GPUs to compile.
         matches: whether tensors have the signature.
         last_use: by a clock that counts calls.
     """
 
-    __slots__ = ("backend", "has_values", "last_use", "matches", "needs_grad", "plan", "saves", "signature")
+    __slots__ = (
+        "backend", "has_values", "is_new", "last_use", "matches", "needs_grad", "plan", "saves", "signature",
+    )  # fmt: skip
 
     def __init__(self, plan: Plan, signature: Signature, backend: str, saves: Saves) -> None:
         self.plan, self.signature, self.backend, self.saves = plan, signature, backend, saves
         self.has_values, self.needs_grad = plan.problem.has_values, plan.problem.needs_grad
-        self.last_use = 0
+        self.is_new, self.last_use = backend in KERNELS_OF_GPUS, 0
         self.matches: Callable[[Tensors], bool]
 
 
 # By what is quickly asked of a call: those of calls that differ only in what `Entry.matches` asks.
 _entries: dict[tuple[Any, ...], tuple[Entry, ...]] = {}
 _count = 0  # of all entries
+_kinds: set[Any] = set()  # of calls whose kernels are compiled
 _clock = itertools.count()
 _lock = lock_for_forks()
 
@@ -185,6 +190,7 @@ def clear() -> None:
     with _lock:
         _entries.clear()
         _count = 0
+        _kinds.clear()
         launch_plan.clear()
 
 
@@ -254,13 +260,39 @@ def run(
     dlse: Tensor | None = None,
 ) -> Any:
     """`Results` (or `Watched`) of a forward, `Gradients` of a backward."""
+    if entry.is_new:
+        _compile(entry, inputs, results, dout, dlse)
     found = entry.plan.run(inputs, results, dout, dlse)
     while type(found) is Retry:
-        plan = found.by
-        if isinstance(plan, str):
-            plan = load(plan).plan(entry.plan.problem, entry.signature)
-        found = fitted(plan, entry.signature).run(inputs, results, dout, dlse)
+        found = _other_plan(entry, found.by).run(inputs, results, dout, dlse)
     return found
+
+
+def _other_plan(entry: Entry, by: Plan | str) -> Plan:
+    """Of the same call: see `Retry`."""
+    plan = load(by).plan(entry.plan.problem, entry.signature) if isinstance(by, str) else by
+    return fitted(plan, entry.signature)
+
+
+def _compile(entry: Entry, inputs: Inputs, *rest: Any) -> None:
+    """Compile the kernels of a GPU's first call side by side, unless others differ from it in lengths alone.
+
+    Kernels know no lengths. A few are chosen by them: what is then new is compiled at its launch.
+    """
+    entry.is_new = False
+    if not inputs.query.is_cuda:
+        return
+    problem, signature = entry.plan.problem, entry.signature
+    shapes = [shape and tuple(n == 1 for n in shape) for shape in (problem.mask_shape, problem.bias_shape)]
+    kind = replace(
+        problem, batch=0, seqlen_q=0, seqlen_k=0, num_captured=0, mask_shape=shapes[0], bias_shape=shapes[1]
+    )
+    key = (signature.direction, signature.request, inputs.query.device, kind)
+    if key not in _kinds:
+        if len(_kinds) >= MAX_PLANS:
+            _kinds.clear()
+        _kinds.add(key)
+        launch_plan.compile_together(entry.plan.run, inputs.query, inputs, *rest)
 
 
 def attend(

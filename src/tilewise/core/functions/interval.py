@@ -206,9 +206,9 @@ def _gathered(table: Tensor, indices: list[Interval], widths: dict[int, int]) ->
 def _runs(low: Tensor, high: Tensor, size: int) -> tuple[list[int], int]:
     """(the powers of 2 that are the longest to fit some range, the width of the widest), of a tensor's size.
 
-    A GPU is waited for once; not while a graph is captured, where they may be all.
+    A GPU is waited for once; not while a graph is captured or a call only compiled, where they may be all.
     """
-    if low.is_cuda and torch.cuda.is_current_stream_capturing():
+    if low.is_meta or (low.is_cuda and torch.cuda.is_current_stream_capturing()):
         return [1 << n for n in range(size.bit_length())], size
     widths = (high - low + 1).flatten()
     exponents = torch.frexp(widths.double())[1] - 1

@@ -6,11 +6,13 @@ call that differs in any of them goes through Triton, which compiles only if it 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.util
 import itertools
 import math
 import os
+import threading
 from collections.abc import Callable, Sequence
 from operator import itemgetter
 from pathlib import Path
@@ -162,17 +164,57 @@ def _signatures(tensors: Tensors) -> tuple[Any, ...]:
 def start(launch: Launch) -> Any:
     """Launch through Triton, which compiles what is new; the compiled kernel, None if interpreted.
 
-    For a GPU that is not here, only compile: None.
+    For a GPU that is not here, and in `compile_together`, only compile: None.
     """
-    if stand_in() is not None:
-        from tilewise.gpu.launch import launcher, triton_key
+    if stand_in() is None:
+        make_context_current()
+        _use_kernel_folder()
+    if stand_in() is None and not _thread.is_compiling:
+        return launch.kernel[(launch.programs, launch.programs_y)](*launch.fields, **launch.options())
+    from tilewise.gpu.launch import launcher, triton_key
 
+    if stand_in() is not None:
         triton_key.keep()
-        launcher.compile_only(launch.kernel, launch.fields, launch.options())
-        return None
-    make_context_current()
-    _use_kernel_folder()
-    return launch.kernel[(launch.programs, launch.programs_y)](*launch.fields, **launch.options())
+    launcher.compile_only(launch.kernel, launch.fields, launch.options())
+    return None
+
+
+class _Thread(threading.local):
+    is_compiling = False
+
+
+_thread = _Thread()
+
+
+def compile_together(call: Callable[..., Any], query: Tensor, *given: Any) -> None:
+    """Compile side by side what `call(*given)` will launch on query's GPU.
+
+    The call is made with tensors without memory in place of those on the GPU, and launches nothing. What it
+    can't do then, or can't compile, is left to the real call.
+    """
+    if is_interpreted():
+        return
+    if (device := query.get_device()) >= 0 and device != torch.cuda.current_device():
+        with torch.cuda.device(device):
+            compile_together(call, query, *given)
+        return
+    from tilewise.gpu.launch import launcher
+
+    with launcher.compiling_together(leaves_errors=True), contextlib.suppress(Exception):
+        _thread.is_compiling = True
+        try:
+            call(*(_without_memory(value, query.device) for value in given))
+        finally:
+            _thread.is_compiling = False
+
+
+def _without_memory(value: Any, device: torch.device) -> Any:
+    """A tensor on the device, or those of a named tuple, as tensors on the meta device that look the same."""
+    if isinstance(value, tuple):
+        return type(value)(*(_without_memory(item, device) for item in value))
+    if isinstance(value, Tensor) and value.device == device:
+        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+    return value
 
 
 @functools.cache

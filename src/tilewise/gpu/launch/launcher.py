@@ -9,14 +9,17 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextvars import ContextVar
 from functools import partial
 from operator import attrgetter
 from typing import Any
 
-from triton import knobs
+from triton import AsyncCompileMode, FutureKernel, knobs
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia import driver as nvidia
 from triton.runtime import driver
+from triton.runtime._async_compile import active_mode
 
 from tilewise.core.signature import Gpu, standing_in
 
@@ -71,7 +74,69 @@ def _unwrapped(launch: Any) -> Any:
     return inspect.getclosurevars(launch).nonlocals["launcher"] if inspect.isfunction(launch) else launch
 
 
-# ---- compiling for a GPU that is not here
+# ---- compiling without a launch
+
+
+_asked: ContextVar[list[tuple[Any, Any]] | None] = ContextVar("asked", default=None)
+
+
+@contextlib.contextmanager
+def compiling_together(leaves_errors: bool = False) -> Iterator[list[tuple[Any, Any]]]:
+    """Inside, `compile_only` leaves new kernels to threads; at the end all are compiled.
+
+    Triton's passes, LLVM and ptxas run side by side; its front end holds Python's lock. Keys are hashed, and
+    kernels put into Triton's caches, by the thread that asks for them. The list is of what was asked for:
+    functions, and what Triton answered.
+
+    Raises:
+        Exception: what Triton raises of a kernel that it can't compile, unless its launch is to raise that.
+    """
+    asked: list[tuple[Any, Any]] = []
+    if active_mode.get() is not None:  # who called compiles together already
+        yield asked
+        return
+    pool, token = _Compilers(), _asked.set(asked)
+    try:
+        with AsyncCompileMode(pool, ignore_errors=leaves_errors):
+            yield asked
+    finally:
+        active_mode.set(None)  # which Triton 3.6 forgets after an error
+        _asked.reset(token)
+        pool.shutdown(cancel_futures=True)  # of an interrupt
+        for kernel, _ in asked:
+            _forget_failed(kernel)
+
+
+class _Compilers(ThreadPoolExecutor):
+    """Has no threads before something is submitted."""
+
+    def submit(self, compile_kernel: Callable[[], Any]) -> Future[Any]:  # type: ignore[override]
+        return super().submit(_with_launcher, compile_kernel)
+
+
+def _with_launcher(compile_kernel: Callable[[], Any]) -> Any:
+    """The kernel; before Triton 3.7 also its launcher in C, which a launch then finds in Triton's cache."""
+    compiled = compile_kernel()
+    make = getattr(driver.active, "launcher_cls", None)  # none of a GPU that is not here
+    if make is not None and hasattr(nvidia, "make_launcher"):
+        with contextlib.suppress(Exception):  # the launch will raise it
+            make(compiled.src, compiled.metadata)
+    return compiled
+
+
+def _forget_failed(kernel: Any) -> None:
+    """Have Triton compile anew what it could not: 3.7 and 3.8 keep the error, an interrupt leaves nothing."""
+    for kernels, *_ in kernel.device_caches.values():
+        for key, compiled in list(kernels.items()):
+            if isinstance(compiled, FutureKernel):
+                kernels.pop(key, None)
+
+
+def compile_only(kernel: Any, arguments: list[Any], options: dict[str, Any]) -> None:
+    """Compile what a launch with these arguments would start, which Triton specialises on in the same way."""
+    compiled, asked = kernel.warmup(*arguments, **options, grid=(1,)), _asked.get()
+    if asked is not None:
+        asked.append((kernel, compiled))
 
 
 class CompileOnlyDriver:
@@ -90,25 +155,16 @@ class CompileOnlyDriver:
         return self._target
 
 
-_listeners: list[Callable[[Any], None]] = []  # told of each kernel that is compiled for a GPU not here
-
-
 @contextlib.contextmanager
 def compiling_for(gpu: Gpu, listener: Callable[[Any], None]) -> Iterator[None]:
-    """Inside, calls on meta tensors compile what they would launch on `gpu`; `listener` gets each kernel."""
+    """Inside, calls on meta tensors compile what they would launch on `gpu`, together; at the end `listener`
+    gets each kernel."""
     active = driver._active
     driver.set_active(CompileOnlyDriver(gpu.capability))
-    _listeners.append(listener)
     try:
-        with standing_in(gpu):
+        with standing_in(gpu), compiling_together() as asked:
             yield
+        for _, kernel in asked:
+            listener(kernel.result() if isinstance(kernel, FutureKernel) else kernel)
     finally:
-        _listeners.remove(listener)
         driver._active = active
-
-
-def compile_only(kernel: Any, arguments: list[Any], options: dict[str, Any]) -> None:
-    """Compile what a launch with these arguments would start, which Triton specialises on in the same way."""
-    compiled = kernel.warmup(*arguments, **options, grid=(1,))
-    for listener in _listeners:
-        listener(compiled)

@@ -80,7 +80,7 @@ class GpuPlan:
             if found is not None:
                 return found
         found = self._first(*arguments)
-        if self._is_first:
+        if self._is_first and not inputs.query.is_meta:
             self._is_first, self._is_second = False, self._may_repeat
         return found
 
