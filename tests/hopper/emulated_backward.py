@@ -246,9 +246,9 @@ def check(name: str) -> float:
     if name in WIDE:
         wide = plan.backward(dataclasses.replace(problem, has_wide_results=True), inputs, known, dout, None)
         for ours, usual in zip(wide[:3], grads[:3], strict=True):
-            is_same = ours.bfloat16() == usual  # of dq but where tiles of keys were added in another order
-            assert ours.dtype == torch.float32 and is_same.float().mean() > 0.9, name
-            assert not torch.equal(ours, usual.float()), name
+            assert ours.dtype == torch.float32 and not torch.equal(ours, ours.bfloat16().float()), name
+            # dQ may be added in another order
+            torch.testing.assert_close(ours, usual.float(), rtol=2**-8, atol=1e-5)
     if large:
         known = known._replace(residual=None)
         assert largest_error(plan.backward(problem, inputs, known, dout, None), exact, large) > 5e-2, name
