@@ -331,9 +331,8 @@ def test_boxes_hold_the_same_rows_as_addresses(name: str):
     for has_tma in (False, True):
         tile = KernelTile(16, 16, 4, 1, has_tma)
         call = Call(problem, (*launchable(inputs), *Results()))
-        described = call.descriptors((inputs.key,), 16, has_tma)
         can_tma = IS_INTERPRETED or torch.cuda.get_device_capability() >= (9, 0)
-        assert (described[0] is not None) == (has_tma and can_tma)
+        assert (call.source(inputs.key, 16, has_tma).desc is not None) == (has_tma and can_tma)
         with torch.no_grad():
             out, lse = launch.forward(problem, inputs, tile)
             tiles = dict.fromkeys(("dkdv", "dq"), tile)

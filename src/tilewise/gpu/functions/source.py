@@ -132,8 +132,8 @@ def _source(kernel: KernelFunctions) -> tuple[str, bool]:
     if functions.mask is not None:
         graph = functions.graph.copy()
         unsure = doubt(graph, functions.mask, kernel.guarded)
-        printer = _Printer(graph, kernel)
         visible = functions.mask if unsure is None else graph.add("or", functions.mask, unsure)
+        printer = _Printer(graph, kernel)
         text += printer.function("mask_mod_DIGEST(i, j, seq, captured)", printer.full(visible, BOOL))
     if functions.score is not None:
         graph, score, slope, _ = derivative(functions)
