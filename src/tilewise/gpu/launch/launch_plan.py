@@ -141,7 +141,7 @@ def _launch(problem: Any, step: Step, signatures: tuple[Any, ...]) -> None:
     bound = None if compiled is None else bind(compiled, (launch.programs, launch.programs_y, 1))
     if bound is not None:
         if len(_plans) >= MAX_PLANS:
-            del _plans[next(iter(_plans))]
+            _plans.pop(next(iter(_plans)), None)  # another thread may have taken it
         _plans[key] = LaunchPlan(bound, launch.fields, aliases)
 
 
