@@ -76,6 +76,8 @@ def unserved_8_bit_pages(problem: AttentionProblem) -> str | None:
         return f"takes 8-bit pages of at least {LEAST_8_BIT_PAGE} tokens, not {problem.page_size}"
     if problem.group_size > MOST_8_BIT_ROWS:
         return f"takes 8-bit pages for {MOST_8_BIT_ROWS} query heads on a key head, not {problem.group_size}"
+    if (rows := problem.seqlen_q * problem.group_size) > MOST_8_BIT_ROWS:  # several tiles of rows: see notes
+        return f"takes 8-bit pages for {MOST_8_BIT_ROWS} queries of all heads on a key head, not {rows}"
     if any(size % 16 for size in sizes) or len({block_dim(size) for size in sizes}) > 1:
         return (
             f"takes 8-bit pages for head sizes that are multiples of 16, both above 64 or none, not {sizes}"
