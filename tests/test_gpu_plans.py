@@ -261,6 +261,20 @@ SHAPING = {  # options, and shapes of tensors with their dtypes
 }
 
 
+def draw_with_more(call, dim):
+    """Options, inputs, results and dout of a call of `SHAPING`; tensors of its own."""
+    options, shapes = SHAPING[call]
+    q, k, v, out, lse, residual, dout = draw((dim, dim), (100, 130), "bshd", 0)
+    more = {name: torch.zeros(shape, dtype=dtype) for name, (shape, dtype) in shapes.items()}
+    if "packed" in call:
+        q, k, v, out, dout = (t.flatten(0, 1) for t in (q, k, v, out, dout))
+        lse, residual = (t.transpose(0, 1).flatten(1) for t in (lse, residual))
+        more |= {f"cu_seqlens_{name}": torch.zeros(4, dtype=torch.int32) for name in "qk"}
+        options = options._replace(max_seqlen_q=90, max_seqlen_k=120)
+    inputs, results = Inputs(q, k, v, **more), Results(out, lse, residual)
+    return options, inputs, results, dout
+
+
 WITH_MORE = [(call, dim) for call in SHAPING for dim in (64, 128)] + [("packed", 256)]
 
 
@@ -268,17 +282,9 @@ WITH_MORE = [(call, dim) for call in SHAPING for dim in (64, 128)] + [("packed",
 @pytest.mark.parametrize("call, dim", WITH_MORE)
 def test_later_calls_with_more_tensors_launch_what_the_first_does(backend, call, dim, recorder):
     """Each call has tensors of its own: a mask is scanned, and the kernels read that scan."""
-    options, shapes = SHAPING[call]
     found, compiled = [], []
     for recorder.is_profiled in (False, False, False, True):
-        q, k, v, out, lse, residual, dout = draw((dim, dim), (100, 130), "bshd", 0)
-        more = {name: torch.zeros(shape, dtype=dtype) for name, (shape, dtype) in shapes.items()}
-        if "packed" in call:
-            q, k, v, out, dout = (t.flatten(0, 1) for t in (q, k, v, out, dout))
-            lse, residual = (t.transpose(0, 1).flatten(1) for t in (lse, residual))
-            more |= {f"cu_seqlens_{name}": torch.zeros(4, dtype=torch.int32) for name in "qk"}
-            options = options._replace(max_seqlen_q=90, max_seqlen_k=120)
-        inputs, results = Inputs(q, k, v, **more), Results(out, lse, residual)
+        options, inputs, results, dout = draw_with_more(call, dim)
         if not found:
             forward = plan_of(backend, options, Request(True, True), inputs)
             backward = plan_of(backend, options, Request(), inputs, (*results, dout, None))
@@ -293,7 +299,7 @@ def test_later_calls_with_more_tensors_launch_what_the_first_does(backend, call,
         compiled.append(recorder.compiled)
     scans = orders = 0
     if backend == "hopper":
-        scans, orders = 4 * ("mask" in shapes), (2 + (dim > 128)) * ("packed" in call)
+        scans, orders = 4 * (inputs.mask is not None), (2 + (dim > 128)) * ("packed" in call)
     has_two = backend == "triton" and dim > 128  # kernels for dk and dv
     assert len(found[0]) == 4 + has_two + scans + orders
     assert found[2] == found[3] == found[0]
@@ -314,20 +320,12 @@ def same_but_for_addresses(planned, launched):
 @pytest.mark.parametrize("call, dim", WITH_MORE)
 def test_a_call_without_memory_has_the_launches_of_a_first_call(backend, call, dim, recorder):
     """By it a first call's kernels are compiled; the calls after that find the plan as it was."""
-    options, shapes = SHAPING[call]
-    q, k, v, out, lse, residual, dout = draw((dim, dim), (100, 130), "bshd", 0)
-    more = {name: torch.zeros(shape, dtype=dtype) for name, (shape, dtype) in shapes.items()}
-    if "packed" in call:
-        q, k, v, out, dout = (t.flatten(0, 1) for t in (q, k, v, out, dout))
-        lse, residual = (t.transpose(0, 1).flatten(1) for t in (lse, residual))
-        more |= {f"cu_seqlens_{name}": torch.zeros(4, dtype=torch.int32) for name in "qk"}
-        options = options._replace(max_seqlen_q=90, max_seqlen_k=120)
-    inputs, results = Inputs(q, k, v, **more), Results(out, lse, residual)
+    options, inputs, results, dout = draw_with_more(call, dim)
     forward = plan_of(backend, options, Request(True, True), inputs)
     backward = plan_of(backend, options, Request(), inputs, (*results, dout, None))
     for plan, given in ((forward, (inputs,)), (backward, (inputs, results, dout, None))):
         recorder.take(())
-        plan.run(*(launch_plan._without_memory(t, q.device) for t in given))
+        plan.run(*(launch_plan._without_memory(t, dout.device) for t in given))
         planned = recorder.take(())
         recorder.forget()  # on a GPU nothing has been launched
         plan.run(*given)

@@ -48,7 +48,9 @@ def test_what_is_served():
         "left padding": cached(leftpad_k=leftpad),
         "powers of two": cached(page_size=4),
         "8-bit pages of at least 16 tokens, not 8": cached(page_size=8, is_8_bit=True),
-        "8-bit pages for 32 query heads on a key head, not 33": cached(heads=33, page_size=64, is_8_bit=True),
+        "8-bit pages for 32 queries of all heads on a key head, not 33": cached(
+            heads=33, page_size=64, is_8_bit=True
+        ),
         "8-bit pages for 32 queries of all heads on a key head, not 36": cached(
             9, page_size=64, is_8_bit=True
         ),

@@ -305,6 +305,7 @@ def report(compiled: Any, capability: int) -> dict[str, Any]:
         "matrix_instructions": len(re.findall(r"wgmma\.mma_async|tcgen05\.mma|mma\.sync", ptx)),
         "waits_for_kernel_before": "griddepcontrol.wait" in ptx,
         "barriers": len(re.findall(r"bar(?:rier)?\.sync", ptx)),
+        "proxy_fences": len(re.findall(r"fence\.proxy\.async", ptx)),
         "warpgroup_instructions": len(re.findall(r"wgmma\.mma_async|tcgen05\.mma", ptx)),
     }
 

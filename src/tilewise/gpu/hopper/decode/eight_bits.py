@@ -14,11 +14,18 @@ In tensors of 64 rows, row 16 w + r is row r of warp w. A product may add up its
 O's columns may lie in any until the end. They are ordered so that a thread reads 16 bytes side by side from
 shared memory, without bank conflicts. Thread 4 g + t of a warp is (g, t), as in mma's definition.
 
-No fence is needed: nothing here stores what wgmma or TMA reads. `release` waits for all warps of the role to
-have the slot in registers, before TMA may fill it again.
+A fence comes before each `release`: until it, loads of the slot may still be on their way, which a barrier of
+warps does not wait for, and TMA, which finds keys in the L2 cache, could fill the slot before they read it.
 """
 
-from tilewise.gpu.hopper.common.compat import bits_of, float_of, gl, gluon, mma_v2
+from tilewise.gpu.hopper.common.compat import (
+    bits_of,
+    fence_async_shared,
+    float_of,
+    gl,
+    gluon,
+    mma_v2,
+)
 from tilewise.gpu.hopper.common.guards import page_or_zero
 from tilewise.gpu.hopper.common.layouts import accumulator_layout, row_layout, warp_layout
 from tilewise.gpu.hopper.common.softmax import exp2, finite_or_zero
@@ -146,8 +153,9 @@ def attend_8_bit_tiles(
         pages = pages_of(cache, split, n + 2 * STEP, sizes, cfg)
         smem.k.wait(use + n)
         keys = load_keys(smem.k.chunk(use + n, 0))
-        smem.k.release(use + n)
         s = mma_v2(queries, keys, gl.full([4, 16, KEYS], 0.0, gl.float32, warp_layout()))
+        fence_async_shared()  # keys are in registers before TMA may fill their slot again
+        smem.k.release(use + n)
         s = s.reshape([64, KEYS])
         s = gl.convert_layout(s, accumulator_layout(KEYS), assert_trivial=True)
         units = of_rows(unit * key_scale[:, None], cfg)
@@ -161,8 +169,9 @@ def attend_8_bit_tiles(
         alpha = gl.convert_layout(alpha, gl.SliceLayout(2, warp_layout()), assert_trivial=True)
         smem.v.wait(use + n)
         values = load_values(smem.v.chunk(use + n, 0))
-        smem.v.release(use + n)
         acc = mma_v2(p, values, acc * alpha[:, :, None])
+        fence_async_shared()  # and values
+        smem.v.release(use + n)
     acc = acc.reshape([64, cfg.BLOCK_DV])
     return gl.convert_layout(acc, accumulator_layout(cfg.BLOCK_DV), assert_trivial=True), m, l
 
