@@ -48,12 +48,7 @@ def test_what_is_served():
         "left padding": cached(leftpad_k=leftpad),
         "powers of two": cached(page_size=4),
         "8-bit pages of at least 16 tokens, not 8": cached(page_size=8, is_8_bit=True),
-        "8-bit pages for 32 queries of all heads on a key head, not 33": cached(
-            heads=33, page_size=64, is_8_bit=True
-        ),
-        "8-bit pages for 32 queries of all heads on a key head, not 36": cached(
-            9, page_size=64, is_8_bit=True
-        ),
+        "8-bit pages for 32 query heads on a key head, not 33": cached(heads=33, page_size=64, is_8_bit=True),
         "multiples of 16, both above 64 or none, not (40, 40)": cached(page_size=64, dim=40, is_8_bit=True),
         "2 sequences of 8589934592": cached(heads=1, keys=1 << 33),
     }
@@ -62,7 +57,7 @@ def test_what_is_served():
 
 
 def test_8_bit_pages_are_decoded_or_made_16_bits_for_the_forward():
-    few, many = (cached(n, page_size=64, keys=4096, is_8_bit=True) for n in (8, 2000))
+    few, many = (cached(n, page_size=64, keys=4096, is_8_bit=True) for n in (16, 2000))
     assert plan.unserved_shape(few) is None and plan.unserved_shape(many) is None
     assert decode_launch.is_faster(few) and not decode_launch.is_faster(many)
     assert plan.unserved_shape(cached(2000, page_size=8, keys=4096, is_8_bit=True)) is None
