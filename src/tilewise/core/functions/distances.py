@@ -91,8 +91,12 @@ def numbers(
     """What is added at each distance (batch or 1, heads or 1, seqlen_q + seqlen_k - 1), float32.
 
     From the distance 1 - seqlen_q of the last query and the first key on. `extent`: batch, heads, seqlen_q
-    and seqlen_k.
+    and seqlen_k. On the meta device, most of whose operations take PyTorch seconds to import, only the shape.
     """
+    if device.type == "meta":
+        batch, heads, seqlen_q, seqlen_k = extent
+        sizes = batch if found.by_batch else 1, heads if found.by_head else 1, seqlen_q + seqlen_k - 1
+        return torch.empty(sizes, device=device)
     values = _values(found, extent, device)
     assert found.functions.score is not None
     given = Evaluator(found.functions.graph, found.functions, buffers, values)(found.functions.score)
@@ -104,6 +108,8 @@ def captured_gradient(
 ) -> Tensor:
     """The gradient of the floats of `buffers` from that of `numbers`; the same bits in every run."""
     assert buffers.floats is not None
+    if dnumbers.is_meta:
+        return buffers.floats.new_empty(buffers.floats.shape)
     by_load = derivative(found.functions)
     values = _values(found, extent, dnumbers.device)
     evaluate = Evaluator(by_load.graph, found.functions, buffers, values)

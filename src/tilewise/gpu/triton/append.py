@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -53,7 +52,7 @@ def append(
         key_storage, value_storage: (entries, rows, heads, dim), contiguous: pages, or a sequence each.
         rotary: (cos, sin, interleaved), tables (positions, rotary_dim / 2) of any strides.
     """
-    rotated = torch.empty_like(query, memory_format=torch.contiguous_format) if rotary else None
+    rotated = query.new_empty(query.shape) if rotary else None
     cos, sin, is_interleaved = rotary or (None, None, False)
     *token_tensors, cos, sin = (None if t is None else t.contiguous() for t in (*tokens, cos, sin))
     tokens = Tokens(*token_tensors)

@@ -71,7 +71,7 @@ def forward(
     *batch, seqlen, heads, _ = query.shape
     out = new_out(query, problem.head_dim_v, order, problem.out_dtype)
     lse = query.new_empty((*batch, heads, seqlen), dtype=torch.float32)
-    rest = (torch.empty_like(lse),) if residual else ()
+    rest = (lse.new_empty(lse.shape),) if residual else ()
     results = Results(out, lse, *rest)
     if problem.functions is not None:
         tile = tile or _forward_tile(Call(problem, inputs))
@@ -271,4 +271,4 @@ def _new_dcaptured(problem: AttentionProblem, inputs: Inputs) -> Tensor | None:
     floats = inputs.captured_floats
     if floats is None or problem.functions is None or not decode(problem.functions).wants_grad:
         return None
-    return torch.zeros_like(floats)
+    return floats.new_zeros(floats.shape)

@@ -58,7 +58,7 @@ def forward(
     query = inputs.query
     out = query.new_empty((*query.shape[:-1], problem.head_dim_v), dtype=problem.out_dtype)
     lse = query.new_empty((problem.batch, problem.num_heads, problem.seqlen_q), dtype=torch.float32)
-    rest = (torch.empty_like(lse),) if residual else ()
+    rest = (lse.new_empty(lse.shape),) if residual else ()
     if problem.batch == 0:
         return out, lse, *rest
     cuts = _cuts(problem, tile or _tile(problem, query.device), query.device)

@@ -121,14 +121,17 @@ def pairs_of_distances(problem: AttentionProblem, numbers: Tensor) -> Tensor:
 
 def transposed_pairs_of_distances(problem: AttentionProblem, numbers: Tensor) -> Tensor:
     """The same for kernels with keys as rows."""
-    return _neighbours(numbers.flip(-1), problem.seqlen_k - 1)
+    return _neighbours(numbers, problem.seqlen_k - 1, are_rows_keys=True)
 
 
-def _neighbours(numbers: Tensor, zero: int) -> Tensor:
+def _neighbours(numbers: Tensor, zero: int, are_rows_keys: bool = False) -> Tensor:
     *lead, length = numbers.shape
     first = -(-(MOST_ROWS + zero) // 2) * 2  # so that addresses are multiples of 16 bytes
-    padded = numbers.new_zeros(*lead, first - zero + length + MOST_ROWS)
-    padded[..., first - zero :][..., :length] = numbers * LOG2_E
+    size = first - zero + length + MOST_ROWS
+    if numbers.is_meta:  # see `core.functions.distances.numbers`
+        return numbers.new_empty((*lead, size - 1), dtype=torch.int64)[..., first:]
+    padded = numbers.new_zeros(*lead, size)
+    padded[..., first - zero :][..., :length] = (numbers.flip(-1) if are_rows_keys else numbers) * LOG2_E
     pairs = torch.stack((padded[..., :-1], padded[..., 1:]), -1)
     return pairs.view(torch.int64).squeeze(-1)[..., first:]
 

@@ -70,7 +70,7 @@ def forward(
     mask = map_of(problem, inputs, cfg)
     tensors = (query, key, value, sinks, cu_q, cu_k, lengths, table, *host.extras_of(problem, inputs))
     rounded, row_max, entropy = (
-        torch.empty_like(lse) if is_wanted else None
+        lse.new_empty(lse.shape) if is_wanted else None
         for is_wanted in (residual, cfg.HAS_ROW_MAX, cfg.HAS_ENTROPY)
     )
     max_logit = lse.new_full((problem.num_heads,), float("-inf")) if cfg.HAS_MAX_LOGIT else None

@@ -11,6 +11,7 @@ from tilewise.core.functions.tile_map import EMPTY, FULL, PARTIAL, edges, hiding
 from tilewise.core.kept import kept
 from tilewise.core.mask import Visibility
 from tilewise.core.problem import AttentionProblem, Inputs
+from tilewise.core.signature import NoMemory, stand_in
 
 Lists = tuple[Tensor | None, Tensor | None]
 
@@ -30,6 +31,8 @@ def visits(
     functions = decode(problem.functions)
     if not functions.hiding:
         return None, None
+    if inputs.query.is_meta and stand_in() is None:
+        raise NoMemory("compiling side by side is not worth what PyTorch imports for a map without values")
     buffers = inputs.captured
     numbers, layout = hiding_numbers(functions, buffers)
     device = inputs.query.device
