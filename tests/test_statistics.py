@@ -13,6 +13,7 @@ from hypothesis import given, settings, strategies as st
 import tilewise
 import tilewise.nn
 from tilewise import Aux, reference
+from tilewise.core.problem import Inputs, Options
 from tilewise.dispatch import plans
 from tilewise.dispatch.statistics import NAMES, SERVES, Passes, table
 from tilewise.testing import _rounding, compare
@@ -434,19 +435,63 @@ def test_is_the_same_from_run_to_run(aux):
             assert torch.equal(a, b), name
 
 
-def test_compiled_code_calls_it_outside_of_its_graph():
-    q = torch.randn(1, 20, 2, 8)
+COMPILED = {
+    "everything": Aux(
+        lse=True, row_max=True, max_logit=True, entropy=True, column_sum="group", last_rows=3, top_k=2,
+        rows=(0, -1), block_sum=4, expected_distance=True,
+    ),
+    "one": Aux(max_logit=True),
+    "gradient": Aux(entropy=True, row_max=True),
+}  # fmt: skip
 
-    def entropy(q):
-        return tilewise.attention(q, q, q, return_aux=Aux(entropy=True))[1].entropy.sum() * 2
 
-    graphs = torch._dynamo.testing.CompileCounter()
-    compiled = torch.compile(entropy, backend=graphs)
-    assert torch.allclose(compiled(q), entropy(q)) and graphs.frame_count > 0
-    q.requires_grad_()
-    torch.testing.assert_close(*(torch.autograd.grad(f(q), q) for f in (compiled, entropy)))
-    with pytest.raises(torch._dynamo.exc.Unsupported, match="return_aux breaks the graph: fullgraph=False"):
-        torch.compile(entropy, backend="eager", fullgraph=True)(q)
+@pytest.mark.parametrize("is_dynamic", [False, True])
+@pytest.mark.parametrize("aux", COMPILED.values(), ids=COMPILED)
+def test_compiled_code_has_it_in_its_graph(aux, is_dynamic):
+    """Statistics and all gradients, whether the loss takes statistics or not."""
+
+    def measure(q, k, v, bias):
+        out, found = tilewise.attention(q, k, v, causal=True, bias=bias, return_aux=aux)
+        return [out, *(t for name in aux.names for t in _tensors(getattr(found, name)))]
+
+    torch._dynamo.reset()
+    compiled = torch.compile(measure, backend="aot_eager", fullgraph=True, dynamic=is_dynamic)
+    for n in (20, 33):
+        q, k, v = (torch.randn(2, n, heads, 16, requires_grad=True) for heads in (4, 2, 2))
+        given = (q, k, v, torch.randn(1, 4, n, n, requires_grad=True))
+        for last in (1, None):  # out alone, or statistics too
+            answers = [f(*given) for f in (measure, compiled)]
+            torch.testing.assert_close(*answers)
+            assert [t.requires_grad for t in answers[0]] == [t.requires_grad for t in answers[1]]
+            losses = (sum(t.cos().sum() for t in a[:last] if t.requires_grad) for a in answers)
+            torch.testing.assert_close(*(torch.autograd.grad(loss, given) for loss in losses))
+        with torch.no_grad():
+            torch.testing.assert_close(measure(*given), compiled(*given))
+
+
+def test_compiled_packed_calls():
+    """Only values tell how large sums of blocks are: those break the graph."""
+    q, starts = torch.randn(20, 2, 8, requires_grad=True), torch.tensor([0, 7, 20])
+
+    def measure(q, aux):
+        out, found = tilewise.attention_varlen(q, q, q, starts, starts, return_aux=aux)
+        return [out, *(t for name in aux.names for t in _tensors(getattr(found, name)))]
+
+    few, blocks = Aux(entropy=True, column_sum=True, top_k=1), Aux(block_sum=4)
+    whole = torch.compile(measure, backend="eager", fullgraph=True)
+    torch.testing.assert_close(whole(q, few), measure(q, few))
+    torch.testing.assert_close(torch.compile(measure, backend="eager")(q, blocks), measure(q, blocks))
+    torch._dynamo.reset()
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="as values tell their shapes: fullgraph=False"):
+        whole(q, blocks)
+
+
+@pytest.mark.parametrize("aux", COMPILED.values(), ids=COMPILED)
+def test_operators_are_as_pytorch_wants_them(aux):
+    given = Inputs(*(torch.randn(2, 10, 2, 8, requires_grad=True) for _ in range(3)))
+    arguments = (*given, *Options(causal=True), *aux.scalars(), True, None)
+    torch.library.opcheck(torch.ops.tilewise.attention_statistics.default, arguments)
+    assert Aux.of(aux.scalars()) == aux
 
 
 def test_watched_calls_are_refused():

@@ -7,6 +7,8 @@
                                                                                      -> gradients
     tilewise::attention_jvp              (tangents, results, Inputs, Options, backend) -> tangents
 
+`autograd.statistics` has those of calls with `return_aux`.
+
 An operator takes tensors and scalars only, so `Inputs` and `Options` travel flattened and are rebuilt inside;
 backends and plans are found there, out of sight of tracing. No argument is a list: PyTorch's older vmap
 (`is_grads_batched`) does not look into lists. `residual` is empty where no backward wants it.
@@ -34,42 +36,42 @@ def _optional(names: Iterable[str]) -> str:
     return ", ".join(f"Tensor? {name}" for name in names)
 
 
-_INPUTS = f"Tensor query, Tensor key, Tensor value, {_optional(Inputs._fields[3:])}"
-_OPTIONS = (
+INPUTS = f"Tensor query, Tensor key, Tensor value, {_optional(Inputs._fields[3:])}"
+OPTIONS = (
     "bool causal, SymInt? window_left, SymInt? window_right, float softcap, float dropout_p, float? scale, "
     "bool deterministic, SymInt? max_seqlen_q, SymInt? max_seqlen_k, str precision, "
     "str? functions, int dropout_step"
 )
 _TANGENTS = _optional(f"dot_{name}" for name in Gradients._fields)
 _GRADIENTS = "Tensor dout, Tensor? dlse"
-_RESULTS = "Tensor out, Tensor lse, Tensor? residual"
+RESULTS = "Tensor out, Tensor lse, Tensor? residual"
 NUM_INPUTS, NUM_OPTIONS, NUM_TANGENTS = len(Inputs._fields), len(Options._fields), len(Gradients._fields)
 
 operators = library.Library("tilewise", "DEF")
 operators.define(
-    f"attention({_INPUTS}, {_OPTIONS}, str order, bool saves, str? backend) -> (Tensor, Tensor, Tensor)"
+    f"attention({INPUTS}, {OPTIONS}, str order, bool saves, str? backend) -> (Tensor, Tensor, Tensor)"
 )
 operators.define(
-    f"attention_backward({_GRADIENTS}, {_RESULTS}, {_INPUTS}, {_OPTIONS}, str? backend, "
+    f"attention_backward({_GRADIENTS}, {RESULTS}, {INPUTS}, {OPTIONS}, str? backend, "
     "bool needs_bias_gradient) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
 operators.define(
-    f"attention_double_backward({_TANGENTS}, {_GRADIENTS}, {_RESULTS}, {_INPUTS}, {_OPTIONS}, str? backend)"
+    f"attention_double_backward({_TANGENTS}, {_GRADIENTS}, {RESULTS}, {INPUTS}, {OPTIONS}, str? backend)"
     " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
 operators.define(
-    f"attention_jvp({_TANGENTS}, {_RESULTS}, {_INPUTS}, {_OPTIONS}, str? backend) -> (Tensor, Tensor)"
+    f"attention_jvp({_TANGENTS}, {RESULTS}, {INPUTS}, {OPTIONS}, str? backend) -> (Tensor, Tensor)"
 )
 
 
-def _rebuild(arguments: Sequence[Any]) -> tuple[Inputs, Options, tuple[Any, ...]]:
+def rebuild(arguments: Sequence[Any]) -> tuple[Inputs, Options, tuple[Any, ...]]:
     """`Inputs`, `Options`, and what follows them."""
     end = NUM_INPUTS + NUM_OPTIONS
     return Inputs(*arguments[:NUM_INPUTS]), Options(*arguments[NUM_INPUTS:end]), tuple(arguments[end:])
 
 
 def _attention(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-    inputs, options, (order, saves, backend) = _rebuild(tuple(map(plain, arguments)))
+    inputs, options, (order, saves, backend) = rebuild(tuple(map(plain, arguments)))
     out, lse, residual = plans.attend(inputs, options, backend, Request(residual=saves, order=order))
     assert out is not None and lse is not None
     if not saves:
@@ -78,7 +80,7 @@ def _attention(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _attention_fake(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-    inputs, options, (order, saves, _) = _rebuild(arguments)
+    inputs, options, (order, saves, _) = rebuild(arguments)
     describe(inputs, options)
     query, dtype = inputs.query, inputs.query.dtype
     lse_dtype = dtype if dtype == torch.float64 else torch.float32
@@ -90,38 +92,38 @@ def _attention_fake(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
 def _attention_backward(
     dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, residual: Tensor | None, *arguments: Any
 ) -> tuple[Tensor, ...]:
-    inputs, options, (backend, needs_bias_gradient) = _rebuild(tuple(map(plain, arguments)))
+    inputs, options, (backend, needs_bias_gradient) = rebuild(tuple(map(plain, arguments)))
     dout, dlse, *found = map(plain, (dout, dlse, out, lse, residual))
     grads = plans.differentiate(inputs, Results(*found), dout, dlse, options, backend, needs_bias_gradient)
-    return _no_none(grads if needs_bias_gradient else grads._replace(bias=None), dout)
+    return no_none(grads if needs_bias_gradient else grads._replace(bias=None), dout)
 
 
 def _attention_backward_fake(dout: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
-    inputs, options, (_, needs_bias_gradient) = _rebuild(arguments[4:])
-    return wanted(_empty_gradients(inputs), options, needs_bias_gradient)
+    inputs, options, (_, needs_bias_gradient) = rebuild(arguments[4:])
+    return wanted(empty_gradients(inputs), options, needs_bias_gradient)
 
 
 def wanted(grads: Gradients, options: Options, needs_bias_gradient: bool) -> tuple[Tensor, ...]:
     """As `attention_backward` returns them."""
     if options.functions is None or not decode(options.functions).wants_grad:
         grads = grads._replace(captured_floats=None)
-    return _no_none(grads if needs_bias_gradient else grads._replace(bias=None), grads.query)
+    return no_none(grads if needs_bias_gradient else grads._replace(bias=None), grads.query)
 
 
-def _empty_gradients(inputs: Inputs) -> Gradients:
+def empty_gradients(inputs: Inputs) -> Gradients:
     differentiable = (*inputs[:3], inputs.bias, inputs.sinks, inputs.captured_floats)
     fresh = (None if t is None else t.new_empty(t.shape) for t in differentiable)
     return Gradients(*fresh)  # type: ignore[arg-type]
 
 
-def _no_none(tensors: Any, like: Tensor) -> tuple[Tensor, ...]:
+def no_none(tensors: Any, like: Tensor) -> tuple[Tensor, ...]:
     """An operator returns tensors only: an empty one stands for None."""
     return tuple(like.new_empty(0) if t is None else t for t in tensors)
 
 
 def _attention_double_backward(*arguments: Any) -> tuple[Tensor, ...]:
     tangents, (dout, dlse, *results) = arguments[:NUM_TANGENTS], arguments[NUM_TANGENTS : NUM_TANGENTS + 5]
-    inputs, options, _ = _rebuild(arguments[NUM_TANGENTS + 5 :])
+    inputs, options, _ = rebuild(arguments[NUM_TANGENTS + 5 :])
     refuse_other_derivatives(options.precision)
     problem = describe(inputs, options)
     directions = _fill_tangents(inputs, tangents)
@@ -130,18 +132,18 @@ def _attention_double_backward(*arguments: Any) -> tuple[Tensor, ...]:
         g_dout, g_dlse, grads = second_order.double_backward(
             problem, inputs, out, lse, dout, dlse, directions, residual
         )
-    return _no_none((g_dout, g_dlse, *grads), dout)
+    return no_none((g_dout, g_dlse, *grads), dout)
 
 
 def _attention_double_backward_fake(*arguments: Any) -> tuple[Tensor, ...]:
     dout, _, out, lse, _ = arguments[NUM_TANGENTS : NUM_TANGENTS + 5]
-    inputs, _, _ = _rebuild(arguments[NUM_TANGENTS + 5 :])
-    return _no_none((torch.empty_like(out), torch.empty_like(lse), *_empty_gradients(inputs)), dout)
+    inputs, _, _ = rebuild(arguments[NUM_TANGENTS + 5 :])
+    return no_none((torch.empty_like(out), torch.empty_like(lse), *empty_gradients(inputs)), dout)
 
 
 def _attention_jvp(*arguments: Any) -> tuple[Tensor, Tensor]:
     tangents, (out, lse, residual) = arguments[:NUM_TANGENTS], arguments[NUM_TANGENTS : NUM_TANGENTS + 3]
-    inputs, options, _ = _rebuild(arguments[NUM_TANGENTS + 3 :])
+    inputs, options, _ = rebuild(arguments[NUM_TANGENTS + 3 :])
     refuse_other_derivatives(options.precision)
     problem, directions = describe(inputs, options), _fill_tangents(inputs, tangents)
     with own_dtypes(problem.device_type):
@@ -175,6 +177,11 @@ def call(name: str, tensor: Tensor, *arguments: Any) -> Any:
     return getattr(torch.ops.tilewise, name)(tensor, *arguments)
 
 
-for _name, (_kernel, _fake) in _KERNELS.items():
-    operators.impl(_name, _kernel, "CompositeExplicitAutograd")
-    library.register_fake(f"tilewise::{_name}", _fake, lib=operators)
+def register(name: str, kernel: Callable[..., Any], fake: Callable[..., Any]) -> None:
+    """The kernel of an operator, for all devices, and what it gives without values."""
+    operators.impl(name, kernel, "CompositeExplicitAutograd")
+    library.register_fake(f"tilewise::{name}", fake, lib=operators)
+
+
+for _name, _functions in _KERNELS.items():
+    register(_name, *_functions)

@@ -1,20 +1,28 @@
-"""Attention with statistics of its weights: a forward, a pass over the scores, and the gradients of both."""
+"""Attention with statistics of its weights: a forward, a pass over the scores, and the gradients of both.
+
+    tilewise::attention_statistics           (Inputs, Options, Aux, saves, backend) -> results, Measured
+    tilewise::attention_statistics_backward  (dout, dlse, gradients of Measured, results, Inputs, Options,
+                                              Aux, backend, needs_bias_gradient)    -> gradients
+
+Compiled code calls the operators, plain eager code the same functions without them.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Never
 
 import torch
-from torch import Tensor
+from torch import Tensor, library
 
+from tilewise.autograd import operators
 from tilewise.autograd.functions import is_served
-from tilewise.autograd.operators import NUM_INPUTS
+from tilewise.autograd.operators import NUM_INPUTS, no_none, rebuild
 from tilewise.autograd.second_order import place
 from tilewise.core.checks import check_inputs
 from tilewise.core.plan import Results, Watched
 from tilewise.core.problem import Gradients, Inputs, Options, describe, of_gradient
-from tilewise.core.signature import NoMemory, all_resolved, resolved
-from tilewise.core.statistics import Aux, Measured, Statistics, check_aux
+from tilewise.core.signature import NoMemory, all_resolved, new_out, plain, resolved
+from tilewise.core.statistics import NOTHING, SCHEMA, Aux, Measured, Statistics, check_aux, new_measured
 from tilewise.core.torch_private import is_batched, is_plain_eager, own_dtypes, while_tracing
 from tilewise.core.values import check_values
 from tilewise.dispatch import plans, statistics as dispatch
@@ -22,17 +30,27 @@ from tilewise.dispatch.plans import Entry
 from tilewise.tiled import statistics as tiled
 
 _disabled: Any = None  # `_attention` between graphs, made when it is wanted: it imports Triton
-_DIFFERENTIABLE = {"entropy", "expected_distance", "column_sum", "block_sum", "rows"}
+DIFFERENTIABLE = ("entropy", "expected_distance", "column_sum", "block_sum", "rows")
+_NO_SECOND = (
+    "a call with return_aux has no second derivatives: attention without it has, and so has the formula, "
+    "tilewise.reference.attention_statistics"
+)
+_BREAKS = (
+    "block_sum and rows of packed sequences break the graph, as values tell their shapes: fullgraph=False"
+)
+NUM_AUX = len(Aux().scalars())
 _WATCHED = (
-    "return_aux takes plain eager tensors: torch.func, forward mode, torch.compile and tensor subclasses "
-    "have attention without statistics, and torch.autograd gives their gradients"
+    "return_aux takes plain tensors: torch.func, forward mode and tensor subclasses have attention without "
+    "statistics, and torch.autograd gives their gradients"
 )
 
 
 def attention(
     inputs: Inputs, options: Options, backend: str | None, aux: Aux, are_values_known: bool = False
 ) -> tuple[Tensor, Tensor, Statistics]:
-    """out, lse and the statistics asked for. Differentiable once. Compiled code runs it between its graphs.
+    """out, lse and the statistics asked for. Differentiable once.
+
+    Compiled code runs calls between its graphs whose statistics have shapes that only lengths' values tell.
 
     Args:
         are_values_known: as of `autograd.functions.attention`.
@@ -43,6 +61,8 @@ def attention(
     call = inputs, options, backend, aux, are_values_known
     if not torch.compiler.is_compiling():
         return _attention(*call)
+    if inputs.cu_seqlens_q is None or not (check_aux(aux).block_sum or aux.rows):
+        return _by_operator(inputs, options, backend, aux)
     _disable()
     return _disabled(*call)  # type: ignore[no-any-return]
 
@@ -50,7 +70,7 @@ def attention(
 @while_tracing
 def _disable() -> None:
     global _disabled
-    _disabled = torch.compiler.disable(_attention, reason="return_aux breaks the graph: fullgraph=False")
+    _disabled = torch.compiler.disable(_attention, reason=_BREAKS)
 
 
 def _attention(
@@ -67,7 +87,7 @@ def _attention(
         measured = Measured(*found)
     else:
         (out, lse, _), measured = _measured(entry, inputs, options, backend, aux)
-    return out, lse, measured.answer(aux, lse)
+    return out, lse, measured.asked(aux).answer(aux, lse)
 
 
 def check(inputs: Inputs, options: Options, backend: str | None, aux: Aux) -> None:
@@ -120,7 +140,7 @@ class AttentionWithStatistics(torch.autograd.Function):
         ctx.call = options, backend, aux, entry.plan.problem.bias_needs_grad
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*tensors, *results)
-        fixed = (t for name, t in found._asdict().items() if t is not None and name not in _DIFFERENTIABLE)
+        fixed = (t for name, t in found._asdict().items() if t is not None and name not in DIFFERENTIABLE)
         ctx.mark_non_differentiable(*fixed)
         return results.out, results.lse, *found
 
@@ -129,10 +149,7 @@ class AttentionWithStatistics(torch.autograd.Function):
         ctx: Any, dout: Tensor | None, dlse: Tensor | None, *grads: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
-            raise NotImplementedError(
-                "a call with return_aux has no second derivatives: attention without it has, and so has the "
-                "formula, tilewise.reference.attention_statistics"
-            )
+            raise NotImplementedError(_NO_SECOND)
         if any(map(is_batched, (dout, dlse, *grads))):
             raise NotImplementedError(
                 "a call with return_aux takes no batched gradients (is_grads_batched=True, or vectorize=True "
@@ -141,20 +158,138 @@ class AttentionWithStatistics(torch.autograd.Function):
         saved = ctx.saved_tensors
         inputs, results = Inputs(*saved[:NUM_INPUTS]), Results(*saved[NUM_INPUTS:])
         options, backend, aux, needs_bias_gradient = ctx.call
-        total = Gradients(None, None, None)  # type: ignore[arg-type]
-        if dout is not None or dlse is not None:
-            dout = torch.zeros_like(results.out) if dout is None else resolved(dout)  # type: ignore[arg-type]
-            arguments = (dout, resolved(dlse), options, backend, needs_bias_gradient)
-            total = plans.differentiate(inputs, results, *arguments)  # type: ignore[arg-type]
-        if any(g is not None for g in grads):
-            assert results.lse is not None
-            problem = of_gradient(describe(inputs, options))
-            with own_dtypes(problem.device_type):
-                asked = Measured(*grads)  # type: ignore[arg-type]
-                found = tiled.backward(problem, inputs, results.lse, results.residual, aux, asked)
-            total = Gradients(*(_sum(a, b) for a, b in zip(total, found)))  # type: ignore[arg-type]
+        total = _gradients(
+            inputs, results, dout, dlse, Measured(*grads), options, backend, aux, needs_bias_gradient
+        )
         return (None, None, None, None, *place(inputs, total, needs_bias_gradient))
+
+
+def _gradients(
+    inputs: Inputs, results: Results, dout: Tensor | None, dlse: Tensor | None, asked: Measured,
+    options: Options, backend: str | None, aux: Aux, needs_bias_gradient: bool,
+) -> Gradients:  # fmt: skip
+    """Of out and lse by the backward, of statistics in tiles; `asked` are those of the latter."""
+    assert results.out is not None and results.lse is not None
+    total = Gradients(None, None, None)  # type: ignore[arg-type]
+    if dout is not None or dlse is not None:
+        dout = torch.zeros_like(results.out) if dout is None else resolved(dout)
+        arguments = (dout, resolved(dlse), options, backend, needs_bias_gradient)
+        total = plans.differentiate(inputs, results, *arguments)  # type: ignore[arg-type]
+    if any(g is not None for g in asked):
+        problem = of_gradient(describe(inputs, options))
+        with own_dtypes(problem.device_type):
+            found = tiled.backward(problem, inputs, results.lse, results.residual, aux, asked)
+        total = Gradients(*(_sum(a, b) for a, b in zip(total, found)))  # type: ignore[arg-type]
+    return total
 
 
 def _sum(a: Tensor | None, b: Tensor | None) -> Tensor | None:
     return b if a is None else a if b is None else a + b
+
+
+# ---- the operators
+
+
+def _by_operator(
+    inputs: Inputs, options: Options, backend: str | None, aux: Aux
+) -> tuple[Tensor, Tensor, Statistics]:
+    saves = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs)
+    arguments = (*inputs, *options, *aux.scalars(), saves, backend)
+    out, lse, _, *found = torch.ops.tilewise.attention_statistics(*arguments)
+    return out, lse, Measured(*found).answer(aux, lse)
+
+
+def _statistics(*arguments: Any) -> tuple[Tensor, ...]:
+    inputs, options, (*scalars, saves, backend) = rebuild(tuple(map(plain, arguments)))
+    aux = Aux.of(scalars)
+    entry, inputs = _entry(inputs, options, backend, aux)
+    if entry.plan.problem.has_values:
+        check_values(entry.plan.problem, inputs, options)
+    (out, lse, residual), found = _measured(entry, inputs, options, backend, aux)
+    assert out is not None and lse is not None
+    if not saves:
+        residual = None
+    elif residual is None:
+        residual = torch.zeros_like(lse)
+    return out, *no_none((lse, residual, *found.asked(aux)), lse)
+
+
+def _statistics_fake(*arguments: Any) -> tuple[Tensor, ...]:
+    inputs, options, (*scalars, saves, _) = rebuild(arguments)
+    problem, aux = describe(inputs, options), Aux.of(scalars)
+    aux.check(problem)
+    query = inputs.query
+    *batch, seqlen, heads, _ = query.shape
+    lse = query.new_empty((*batch, heads, seqlen), dtype=problem.compute_dtype)
+    found = new_measured(aux, problem, inputs).asked(aux)
+    residual = lse.new_empty(lse.shape) if saves else None
+    return new_out(query, inputs.value.shape[-1], "bshd"), *no_none((lse, residual, *found), lse)
+
+
+def _statistics_backward(dout: Tensor | None, dlse: Tensor | None, *arguments: Any) -> tuple[Tensor, ...]:
+    dout, dlse, *arguments = map(plain, (dout, dlse, *arguments))  # type: ignore[assignment]
+    of_statistics, results = arguments[: len(DIFFERENTIABLE)], arguments[len(DIFFERENTIABLE) :][:3]
+    inputs, options, rest = rebuild(arguments[len(DIFFERENTIABLE) + 3 :])
+    *scalars, backend, needs_bias_gradient = rest
+    asked = NOTHING._replace(**dict(zip(DIFFERENTIABLE, of_statistics)))
+    aux = Aux.of(scalars)
+    call = (options, backend, aux, needs_bias_gradient)
+    grads = _gradients(inputs, Results(*results), dout, dlse, asked, *call)
+    return operators.wanted(grads, options, needs_bias_gradient)
+
+
+def _statistics_backward_fake(*arguments: Any) -> tuple[Tensor, ...]:
+    inputs, options, rest = rebuild(arguments[2 + len(DIFFERENTIABLE) + 3 :])
+    return operators.wanted(operators.empty_gradients(inputs), options, rest[-1])
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    bias = inputs[Inputs._fields.index("bias")]
+    out, lse, residual, *found = output
+    ctx.save_for_backward(*inputs[:NUM_INPUTS], out, lse, residual if residual.numel() else None)
+    *scalars, _, backend = inputs[NUM_INPUTS:]
+    ctx.scalars = (*scalars, backend)
+    ctx.num_scalars = len(inputs) - NUM_INPUTS
+    ctx.bias_needs_grad = bias is not None and bias.requires_grad
+    aux, pairs = Aux.of(scalars[-NUM_AUX:]), zip(Measured._fields, found, strict=True)
+    fixed = (t for name, t in pairs if name not in DIFFERENTIABLE or not aux.asks(name))
+    ctx.mark_non_differentiable(residual, *fixed)
+    ctx.set_materialize_grads(False)
+
+
+def _differentiate(
+    ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: None, *grads: Tensor | None
+) -> tuple[Tensor | None, ...]:
+    *tensors, out, lse, residual = ctx.saved_tensors
+    none = (None,) * ctx.num_scalars
+    given = Measured(*grads)._asdict()
+    of_statistics = [given[name] for name in DIFFERENTIABLE]
+    if all(g is None for g in (dout, dlse, *of_statistics)):
+        return (*(None,) * NUM_INPUTS, *none)
+    found = torch.ops.tilewise.attention_statistics_backward(
+        dout, dlse, *of_statistics, out, lse, residual, *tensors, *ctx.scalars, ctx.bias_needs_grad
+    )
+    return (*place(Inputs(*tensors), found, ctx.bias_needs_grad), *none)
+
+
+def _refuse_second(ctx: Any, *grads: Any) -> Never:
+    raise NotImplementedError(_NO_SECOND)
+
+
+_of_statistics = ", ".join(f"Tensor? d_{name}" for name in DIFFERENTIABLE)
+_tensors = ", ".join(["Tensor"] * (3 + len(Measured._fields)))
+operators.operators.define(
+    f"attention_statistics({operators.INPUTS}, {operators.OPTIONS}, {SCHEMA}, bool saves, str? backend) "
+    f"-> ({_tensors})"
+)
+operators.operators.define(
+    f"attention_statistics_backward(Tensor? dout, Tensor? dlse, {_of_statistics}, {operators.RESULTS}, "
+    f"{operators.INPUTS}, {operators.OPTIONS}, {SCHEMA}, str? backend, bool needs_bias_gradient) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
+)
+operators.register("attention_statistics", _statistics, _statistics_fake)
+operators.register("attention_statistics_backward", _statistics_backward, _statistics_backward_fake)
+library.register_autograd(
+    "tilewise::attention_statistics", _differentiate, setup_context=_save, lib=operators.operators
+)
+library.register_autograd("tilewise::attention_statistics_backward", _refuse_second, lib=operators.operators)

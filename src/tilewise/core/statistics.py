@@ -12,7 +12,7 @@ masks applied), one row i and one key j:
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from numbers import Integral
 from typing import Any, NamedTuple
@@ -26,6 +26,10 @@ from tilewise.core.problem import AttentionProblem, Inputs, spans
 MAX_TOP_K = 64
 MAX_BLOCK_SUM = 2**62
 FOLD = 64  # numbers of a row of which the largest is found first
+SCHEMA = (
+    "bool wants_lse, bool row_max, bool max_logit, bool entropy, str column_sum, int? last_rows, int top_k, "
+    "int[]? rows, int block_sum, bool expected_distance"
+)
 GROUP = "group"  # column sums of the query heads that share a KV head, added up
 
 
@@ -102,7 +106,7 @@ class Aux:
         """Whether a field is other than its default."""
         return getattr(self, name) not in (False, None, 0)
 
-    @functools.cached_property
+    @property
     def names(self) -> tuple[str, ...]:
         """The statistics asked for."""
         return tuple(f.name for f in fields(self) if f.name != "last_rows" and self.asks(f.name))
@@ -115,6 +119,20 @@ class Aux:
     def needs_pass(self) -> bool:
         """Whether scores have to be looked at once more: all but lse."""
         return any(name != "lse" for name in self.names)
+
+    def scalars(self) -> tuple[Any, ...]:
+        """The fields as an operator takes them: `SCHEMA`; `Aux.of` undoes it."""
+        rows = None if self.rows is None else list(self.rows)
+        return (
+            self.lse, self.row_max, self.max_logit, self.entropy, str(self.column_sum), self.last_rows,
+            self.top_k, rows, self.block_sum, self.expected_distance,
+        )  # fmt: skip
+
+    @staticmethod
+    def of(scalars: Sequence[Any]) -> Aux:
+        given = {f.name: value for f, value in zip(fields(Aux), scalars, strict=True)}
+        column_sum = given.pop("column_sum")
+        return Aux(column_sum=GROUP if column_sum == GROUP else column_sum == "True", **given)
 
     def only(self, names: Collection[str]) -> Aux:
         """The same request for some of its statistics."""
@@ -221,12 +239,18 @@ class Measured(NamedTuple):
     top_keys: Tensor | None
     max_logit: Tensor | None  # of a forward that gives it without row_max
 
+    def asked(self, aux: Aux) -> Measured:
+        """What a request names, with `max_logit` of `row_max`; None for the rest."""
+        largest = self.max_logit
+        if aux.max_logit and self.row_max is not None:
+            largest = largest_of_heads(self.row_max)
+        return self._replace(row_max=self.row_max if aux.row_max else None, max_logit=largest)
+
     def answer(self, aux: Aux, lse: Tensor | None) -> Statistics:
+        """Of what was `asked`."""
         found: dict[str, Any] = self._asdict() | {"lse": lse}
         found["top_k"] = TopK(found.pop("top_weights"), found.pop("top_keys"))
-        if aux.max_logit and self.row_max is not None:
-            found["max_logit"] = largest_of_heads(self.row_max)
-        return Statistics(**{name: found[name] for name in aux.names})
+        return Statistics(**{name: t for name, t in found.items() if aux.asks(name)})
 
 
 def merged(parts: Iterable[Measured]) -> Measured:
