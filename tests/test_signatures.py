@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 import torch
 
@@ -53,41 +50,3 @@ def test_a_look_has_all_that_a_plan_may_read():
 @pytest.mark.parametrize("shape", [(), (3,), (2, 3, 4), (2, 0, 4), (1, 5, 1)])
 def test_contiguous_strides_are_torchs(shape):
     assert contiguous_strides(shape) == torch.empty(shape).stride()
-
-
-WITHOUT_NAMES = """
-import sys, types, torch
-hidden = {hidden!r}
-if "guards" in hidden:
-    sys.modules["torch._C._dynamo.guards"] = types.ModuleType("guards")
-if "modes" in hidden:
-    saved = torch._C._len_torch_dispatch_stack
-    del torch._C._len_torch_dispatch_stack
-import tilewise
-from tilewise.core import torch_private
-from tilewise.dispatch import plans
-if "modes" in hidden:
-    torch._C._len_torch_dispatch_stack = saved
-assert torch_private.CAN_TELL is ("modes" not in hidden)
-assert (torch_private.alike([torch.ones(1)]) is None) is ("guards" in hidden)
-for turned in (False, True, False):
-    q, k, v = (torch.randn(2, 3, 9, 8, requires_grad=True) for _ in range(3))
-    given = [t.transpose(1, 2).contiguous().transpose(1, 2) if turned else t for t in (q, k, v)]
-    out = tilewise.scaled_dot_product_attention(*given)
-    wanted = torch.nn.functional.scaled_dot_product_attention(*given)
-    torch.testing.assert_close(out, wanted)
-    dout = torch.randn_like(out)
-    for a, b in zip(torch.autograd.grad(out, (q, k, v), dout), torch.autograd.grad(wanted, (q, k, v), dout)):
-        torch.testing.assert_close(a, b)
-print(len(plans.entries()))
-"""
-
-
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("hidden", [(), ("guards",), ("modes",), ("guards", "modes")], ids=str)
-def test_a_pytorch_without_private_names_gives_the_same(hidden):
-    """The third call of each way finds the plans of the first."""
-    script = WITHOUT_NAMES.format(hidden=hidden)
-    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr
-    assert int(run.stdout) == 4

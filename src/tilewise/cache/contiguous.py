@@ -11,17 +11,8 @@ from tilewise.core.checks import DTYPES, MAX_HEAD_DIM, check_flag, check_integer
 from tilewise.core.device_errors import raise_errors
 from tilewise.core.fp8 import FP8
 from tilewise.core.signature import device_of
+from tilewise.core.torch_private import mark_static, version_of
 from tilewise.gpu.launch.launch_plan import HAS_TRITON
-
-
-def mark_static(*tensors: Tensor | None) -> None:
-    """Tell `torch.compile` that these stay where they are, so that mode="reduce-overhead" may write to them.
-
-    As `torch._dynamo.mark_static_address` does without a guard; its import takes a second.
-    """
-    for t in tensors:
-        if t is not None:
-            t._dynamo_static_input_type = "unguarded"  # type: ignore[attr-defined]
 
 
 def normal(t: Any) -> Any:
@@ -261,7 +252,7 @@ class KVCache(Storage):
         self._held = held
         is_inference = self._lengths.is_inference()  # such tensors do not tell when they change
         self._known = None if is_inference else self._lengths
-        self._version = 0 if is_inference else self._lengths._version
+        self._version = 0 if is_inference else version_of(self._lengths)
 
     @property
     def is_mirrored(self) -> bool:
@@ -271,7 +262,7 @@ class KVCache(Storage):
         return (
             self._held is not None
             and self._known is self._lengths
-            and self._version == self._lengths._version
+            and self._version == version_of(self._lengths)
         )
 
     def held(self) -> list[int] | None:

@@ -25,6 +25,7 @@ from tilewise.autograd.functions import obeying_torch
 from tilewise.core.plan import Results
 from tilewise.core.problem import Inputs, Options
 from tilewise.core.signature import Request
+from tilewise.core.torch_private import flash_operators
 from tilewise.dispatch import plans
 from tilewise.faces.flash_attn_3 import flash_attn_varlen_func
 
@@ -67,9 +68,8 @@ class Handle:
 def override(dispatch_key: str = "CUDA") -> Handle:
     """Exchange the operators for one kind of device: what `activate_flash_attention_impl` calls."""
     library = torch_library.Library("aten", "IMPL")
-    for name, kernel in KERNELS.items():
-        if hasattr(torch.ops.aten, name):  # releases differ
-            library.impl(name, kernel, dispatch_key)
+    for what, operator in flash_operators().items():
+        library.impl(operator, KERNELS[what], dispatch_key)
     return Handle(library)
 
 
@@ -202,11 +202,11 @@ def backward(
 
 
 KERNELS = {
-    "_scaled_dot_product_flash_attention": sdpa_forward,
-    "_scaled_dot_product_flash_attention_backward": sdpa_backward,
-    "_flash_attention_forward": forward,
-    "_flash_attention_forward_no_dropout_inplace": forward_inplace,
-    "_flash_attention_backward": backward,
+    "sdpa_forward": sdpa_forward,
+    "sdpa_backward": sdpa_backward,
+    "forward": forward,
+    "forward_inplace": forward_inplace,
+    "backward": backward,
 }
 
 

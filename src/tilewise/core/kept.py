@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -12,13 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 
-from tilewise.core.torch_private import (
-    base_and_version,
-    has_storage,
-    is_plain_eager,
-    raw_stream,
-    storage_reference,
-)
+from tilewise.core.torch_private import base_and_version, is_plain_eager, raw_stream
 
 MAX_TENSORS = 16  # whose results are kept
 MAX_RESULTS, MAX_BYTES = 16, 256 << 20  # of each
@@ -41,8 +36,8 @@ _lock = lock_for_forks()
 
 
 class _Kept(NamedTuple):
-    versions: tuple[int, ...]
-    storages: tuple[Any, ...]  # of all tensors
+    versions: tuple[Any, ...]
+    storages: tuple[weakref.ref[Any], ...]  # of all tensors: `t.data = other` changes no version
     others: tuple[TensorWeakRef, ...]  # the memory of the tensors behind the first
     result: Any
     size: int  # bytes
@@ -80,10 +75,10 @@ def kept(
         found is not None
         and found.versions == versions
         and all(reference() is t for reference, t in zip(found.others, bases[1:], strict=True))
-        and all(map(has_storage, tensors, found.storages))
+        and all(reference() is t.untyped_storage() for reference, t in zip(found.storages, tensors))
     ):
         return found.result  # type: ignore[no-any-return]
-    storages, result = tuple(map(storage_reference, tensors)), _made(make)
+    storages, result = tuple(weakref.ref(t.untyped_storage()) for t in tensors), _made(make)
     with _lock:
         if bases[0] not in _results and len(_results) >= MAX_TENSORS:
             del _results[next(iter(_results))]

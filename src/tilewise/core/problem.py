@@ -284,7 +284,7 @@ def _is_value_in_key(key: Tensor, value: Tensor) -> bool:
             and key.shape[-1:] > value.shape[-1:]
             and key.stride() == value.stride()
             and key.storage_offset() == value.storage_offset()
-            and key.untyped_storage()._cdata == value.untyped_storage()._cdata
+            and key.untyped_storage() is value.untyped_storage()
         )
     except NotImplementedError:  # tensors of torch.func have no memory: those that they stand for are asked
         return False

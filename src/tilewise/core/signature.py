@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from tilewise.core.torch_private import is_lazy
+
 Tensors = Sequence[Tensor | None]
 ALIGNMENT = 16  # bytes: what GPU copies and Triton's specialization ask of an address
 
@@ -87,11 +89,6 @@ def swapped(sizes: Sequence[int]) -> tuple[int, ...]:
 
 class LazyTensor(Exception):
     """A tensor's numbers are not what its memory holds: it is to be resolved first."""
-
-
-def is_lazy(t: Tensor) -> bool:
-    """Whether memory does not hold the numbers."""
-    return t.is_neg() or t._is_zerotensor()
 
 
 def resolved(value: Any) -> Any:

@@ -1,7 +1,7 @@
 """Everything of PyTorch that has no public name, with a plain way where it is missing.
 
-Checked with torch 2.11 to 2.15. Where a name is missing, calls
-take some microseconds more and give the same: `tests/test_signatures.py` hides them.
+Checked with torch 2.11 to 2.15. Where a name is missing, calls take more time and give the same:
+`tests/test_private_names.py` hides them, and sees that none stands elsewhere.
 """
 
 from __future__ import annotations
@@ -11,16 +11,40 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.compiler import is_compiling
-from torch.utils._pytree import tree_leaves, tree_map_only  # noqa: F401
 
-# The public `torch.compiler.disable` imports the compiler, and Triton with it, where it decorates.
-not_compiled = getattr(importlib.import_module("torch._compile"), "_disable_dynamo", torch.compiler.disable)
+try:
+    from torch.utils._pytree import tree_leaves, tree_map_only
+except ImportError:  # of sequences and dicts, which are all that functions of tensors take
+
+    def tree_leaves(tree: Any) -> list[Any]:  # type: ignore[misc]
+        """What a nest of sequences and dicts holds, in order."""
+        if isinstance(tree, dict):
+            tree = tree.values()
+        elif not isinstance(tree, (tuple, list)):
+            return [tree]
+        return [leaf for part in tree for leaf in tree_leaves(part)]
+
+    def tree_map_only(kind: Any, function: Any, tree: Any) -> Any:  # type: ignore[no-redef]
+        """The nest, with `function` of each leaf of a type in its place."""
+        if isinstance(tree, dict):
+            return {name: tree_map_only(kind, function, part) for name, part in tree.items()}
+        if isinstance(tree, (tuple, list)):
+            parts = [tree_map_only(kind, function, part) for part in tree]
+            return type(tree)(*parts) if hasattr(tree, "_fields") else type(tree)(parts)
+        return function(tree) if isinstance(tree, kind) else tree
+
+
+try:  # the public one imports the compiler, and Triton with it, where it decorates
+    from torch._compile import _disable_dynamo as not_compiled
+except ImportError:
+    not_compiled = torch.compiler.disable
 
 PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 
@@ -85,35 +109,65 @@ def plain_apply(function: type[torch.autograd.Function]) -> Any:
     return getattr(super(torch.autograd.Function, function), "apply", function.apply)
 
 
-def base_and_version(t: Tensor) -> tuple[Tensor, int]:
-    """(the tensor whose memory t is a view of, or t; a number that grows with each write to that memory).
+def _unlike_any(t: Tensor) -> object:
+    return object()
 
-    Not of an inference tensor, which has no such number.
+
+# A number that grows with each write to a tensor's memory; inference tensors have none. Where PyTorch tells
+# none it is another each time, so that nothing that was read of a tensor passes for true still.
+version_of: Callable[[Tensor], Any] = attrgetter("_version") if hasattr(Tensor, "_version") else _unlike_any
+
+
+def base_and_version(t: Tensor) -> tuple[Tensor, Any]:
+    """(the tensor whose memory t is a view of, or t; its version). Not of an inference tensor.
+
+    Where PyTorch does not tell the base it is t: what was made of one view is made again of another.
     """
-    return t if t._base is None else t._base, t._version
+    base = getattr(t, "_base", None)
+    return t if base is None else base, version_of(t)
 
 
-try:
-    from torch.multiprocessing.reductions import StorageWeakRef
-except ImportError:  # memory that was freed and used again then passes for the same
+if hasattr(Tensor, "_is_zerotensor"):
 
-    class StorageWeakRef:  # type: ignore[no-redef]
-        """Of no storage: as if all were one."""
+    def is_lazy(t: Tensor) -> bool:
+        """Whether memory does not hold the numbers: they are negated, or all 0 and nowhere."""
+        return t.is_neg() or t._is_zerotensor()  # type: ignore[attr-defined]
 
-        cdata = 0
+else:
 
-        def __init__(self, storage: Any) -> None:
-            pass
-
-
-def storage_reference(t: Tensor) -> Any:
-    """A reference to t's storage that keeps its number from being another's, but not its memory."""
-    return StorageWeakRef(t.untyped_storage())
+    def is_lazy(t: Tensor) -> bool:
+        """The same. What is all 0 has an address of 0; of other tensors PyTorch's dispatcher takes care."""
+        if t.is_neg() or is_compiling() or type(t) not in PLAIN_TYPES:
+            return t.is_neg()
+        return t.layout == torch.strided and not t.is_meta and t.numel() > 0 and t.data_ptr() == 0
 
 
-def has_storage(t: Tensor, reference: Any) -> bool:
-    """Whether that is t's storage still, which `t.data = other` changes and t's version does not tell."""
-    return reference.cdata in (0, t.untyped_storage()._cdata)
+# A tensor of a subclass without memory; None where there is none.
+wrapper_subclass: Any = getattr(Tensor, "_make_wrapper_subclass", None)
+
+
+def ragged_dim(t: Tensor) -> int:
+    """The ragged dimension of a nested tensor of layout `torch.jagged`."""
+    found = getattr(t, "_ragged_idx", None)
+    if found is not None:
+        return int(found)
+    return next(n for n, size in enumerate(t.shape) if isinstance(size, torch.SymInt))
+
+
+def is_of_a_slice(mask_mod: Any) -> bool:
+    """Whether that is the mask_mod of a sliced BlockMask; one of another name raises where it is called."""
+    return getattr(mask_mod, "__name__", None) == "_sliced_mask_mod_error"
+
+
+def mark_static(*tensors: Tensor | None) -> None:
+    """Tell `torch.compile` that these stay where they are, so that mode="reduce-overhead" may write to them.
+
+    As `torch._dynamo.mark_static_address` does without a guard; its import takes a second. A compiler that
+    does not read it takes them for any others, and copies.
+    """
+    for t in tensors:
+        if t is not None:
+            t._dynamo_static_input_type = "unguarded"  # type: ignore[attr-defined]
 
 
 def _current_stream(index: int) -> int:
@@ -186,3 +240,23 @@ def while_tracing(function: Callable[..., Any]) -> Callable[..., Any]:
     Dynamo and Triton."""
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
+
+
+# ---- operators
+
+# PyTorch's attention on CPUs, with lse; None where there is none: other backends serve.
+cpu_forward: Any = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", None)
+cpu_backward: Any = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu_backward", None)
+
+FLASH_OPERATORS = {  # for which others may be given, by what they compute
+    "sdpa_forward": "_scaled_dot_product_flash_attention",
+    "sdpa_backward": "_scaled_dot_product_flash_attention_backward",
+    "forward": "_flash_attention_forward",
+    "forward_inplace": "_flash_attention_forward_no_dropout_inplace",
+    "backward": "_flash_attention_backward",
+}
+
+
+def flash_operators() -> dict[str, str]:
+    """Those that this PyTorch has: it goes on with its own where a name is missing."""
+    return {what: name for what, name in FLASH_OPERATORS.items() if hasattr(torch.ops.aten, name)}

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdRef, WeakTensorKeyDictionary
 
 from tilewise.core.problem import AttentionProblem, Inputs, Options, spans
+from tilewise.core.torch_private import version_of
 
 
 def check_values(problem: AttentionProblem, inputs: Inputs, options: Options) -> None:
@@ -74,7 +75,8 @@ def _identity(problem: AttentionProblem, inputs: Inputs) -> Any:
     offsets = inputs[3:5]
     if any(t.is_inference() for t in offsets):  # type: ignore[union-attr]
         return None
-    return problem, inputs.query.shape[0], inputs.key.shape[0], *((WeakIdRef(t), t._version) for t in offsets)  # type: ignore[union-attr]
+    seen = ((WeakIdRef(t), version_of(t)) for t in offsets)  # type: ignore[arg-type]
+    return problem, inputs.query.shape[0], inputs.key.shape[0], *seen
 
 
 def _check_cached(problem: AttentionProblem, inputs: Inputs) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor
 from tilewise.core.plan import FunctionPlan, Plan, Results, Retry, Saves
 from tilewise.core.problem import AttentionProblem, Gradients, Inputs
 from tilewise.core.signature import Request, Signature, in_order, rows_dense
+from tilewise.core.torch_private import cpu_backward, cpu_forward
 
 # The most that the rounding of lse may put into a weight, relative: a quarter of what rounding the weight to
 # the type does; in float32 and float64 more, since scores of 2^10 are themselves rounded as coarsely.
@@ -43,9 +44,7 @@ def forward(problem: AttentionProblem, inputs: Inputs, request: Request) -> Resu
     """out and lse; the residual of lse has to be made elsewhere where a backward needs it."""
     q, k, v = (rows_dense(t).transpose(1, 2) for t in inputs[:3])
     attn_mask = _additive_mask(inputs)
-    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        q, k, v, 0.0, problem.causal, attn_mask=attn_mask, scale=problem.scale
-    )
+    out, lse = cpu_forward(q, k, v, 0.0, problem.causal, attn_mask=attn_mask, scale=problem.scale)
     if request.residual and _loses_digits(problem, lse):
         return Retry("tiled")
     if attn_mask is not None:  # the kernel reports lse = 0 for a query that sees no key
@@ -65,7 +64,7 @@ def backward(
     if _loses_digits(problem, lse):
         return Retry("tiled")
     q, k, v, out, dout = (rows_dense(t).transpose(1, 2) for t in (*inputs[:3], out, dout))
-    grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+    grads = cpu_backward(
         dout, q, k, v, out, lse, 0.0, problem.causal,
         attn_mask=_additive_mask(inputs), scale=problem.scale,
     )  # fmt: skip

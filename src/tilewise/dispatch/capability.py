@@ -9,6 +9,7 @@ import torch
 
 from tilewise.core.functions.expression import LENGTH, decode, reads_by_score
 from tilewise.core.problem import AttentionProblem
+from tilewise.core.torch_private import cpu_backward, cpu_forward
 from tilewise.gpu.functions.distances import of_distances
 
 DEVICES = {  # of each backend; "tiled" serves everything
@@ -274,6 +275,8 @@ def _machine(name: str, problem: AttentionProblem) -> str | None:
     """What the package or the device lacks, whatever the problem."""
     if DEVICES[name] == "CPUs" and problem.device_type != "cpu":
         return "runs on the CPU only"
+    if name == "aten" and None in (cpu_forward, cpu_backward):
+        return "needs operators that this PyTorch does not have"
     if name == "llvm":
         from tilewise.cpu.host.compile import unavailable
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tilewise.core.torch_private import ragged_dim
 from tilewise.varlen import attention_varlen
 
 
@@ -55,7 +56,7 @@ def _packed(name: str, t: Any) -> tuple[Tensor, Tensor]:
     if not is_jagged(t):
         kind = f"layout={t.layout}" if isinstance(t, Tensor) else type(t).__name__
         raise TypeError(f"{name} ({kind}) must be nested, of layout=torch.jagged, as the others are")
-    if t.ndim != 4 or t._ragged_idx != 2:
+    if t.ndim != 4 or ragged_dim(t) != 2:
         raise ValueError(
             f"{name}.shape={tuple(t.shape)} must be (batch, heads, ragged seqlen, dim): build it as "
             "(batch, ragged seqlen, heads, dim), then transpose(1, 2)"

@@ -18,7 +18,8 @@ from tilewise.cache.rotary import apply_rotary
 from tilewise.core.device_errors import check_if_debugging
 from tilewise.core.kept import unit_scales
 from tilewise.core.problem import Inputs, Options, describe
-from tilewise.core.signature import is_lazy, resolved
+from tilewise.core.signature import resolved
+from tilewise.core.torch_private import is_lazy
 from tilewise.core.values import check_values
 from tilewise.faces import chunks
 from tilewise.faces.flash_attn_call import with_qv

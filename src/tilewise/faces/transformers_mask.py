@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from tilewise.autograd import functions
 from tilewise.core.kept import kept
-from tilewise.core.torch_private import tree_map_only
+from tilewise.core.torch_private import tree_map_only, wrapper_subclass
 
 Bounds = tuple[int | None, int | None]
 
@@ -112,7 +112,7 @@ class PatternMask(Tensor):
     @staticmethod
     def __new__(cls, pattern: Pattern, build: Callable[[], Tensor], batch: int, device: Any) -> PatternMask:
         shape = (batch, 1, pattern.seqlen_q, pattern.seqlen_k)
-        mask = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=torch.bool, device=device)
+        mask = wrapper_subclass(cls, shape, dtype=torch.bool, device=device)
         mask._pattern, mask._build, mask._full = pattern, build, None
         return mask
 
@@ -218,7 +218,7 @@ def visibility_mask(
         return None
     if (q_length == 1 and not functions.is_served()) or min(left or 0, right or 0) < 0:
         return build()  # one row costs nothing, and decoding may be compiled
-    return PatternMask(pattern, build, batch_size, device)
+    return build() if wrapper_subclass is None else PatternMask(pattern, build, batch_size, device)
 
 
 @torch.compiler.assume_constant_result

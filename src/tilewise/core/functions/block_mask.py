@@ -10,6 +10,7 @@ from torch import Tensor
 from tilewise.core.checks import shown
 from tilewise.core.functions.expression import LENGTH
 from tilewise.core.functions.tile_map import EMPTY, FULL, PARTIAL
+from tilewise.core.torch_private import is_of_a_slice, version_of
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -33,7 +34,7 @@ def check_block_mask(
             f"block_mask={shown(mask)} must be None or a BlockMask, as create_block_mask makes of a mask_mod"
         )
     given = tuple(int(n) for n in mask.seq_lengths)
-    if getattr(mask.mask_mod, "__name__", None) == "_sliced_mask_mod_error":
+    if is_of_a_slice(mask.mask_mod):
         raise ValueError("block_mask is a slice, which has no mask_mod: set its mask_mod and its seq_lengths")
     if min(mask.BLOCK_SIZE) >= LENGTH:  # PyTorch's mask of one block, for any lengths
         given = lengths
@@ -71,9 +72,9 @@ def mask_function(mask: BlockMask, sizes: tuple[int, int]) -> Any:
     return _by_blocks(mask, shared)
 
 
-def versions(index: tuple[Tensor | None, ...]) -> tuple[int | None, ...]:
+def versions(index: tuple[Tensor | None, ...]) -> tuple[Any, ...]:
     """How often each of the index tensors was written to; None of inference tensors, which do not say."""
-    return tuple(None if t is None or t.is_inference() else t._version for t in index)
+    return tuple(None if t is None or t.is_inference() else version_of(t) for t in index)
 
 
 def _by_blocks(mask: BlockMask, shared: tuple[int, int]) -> Any:

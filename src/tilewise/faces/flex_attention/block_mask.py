@@ -32,7 +32,7 @@ class BlockMask(theirs.BlockMask):
     """
 
     # mask_mod, if the blocks are just what it says, the index tensors, and which of b, h, i, j it reads
-    _origin: tuple[Any, tuple[Tensor | None, ...], frozenset[str], tuple[int | None, ...]] | None = None
+    _origin: tuple[Any, tuple[Tensor | None, ...], frozenset[str], tuple[Any, ...]] | None = None
 
     def __getitem__(self, index: Any) -> BlockMask:
         return _own(super().__getitem__(index))
