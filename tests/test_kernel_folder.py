@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -36,7 +37,11 @@ def run(tmp_path_factory) -> Run:
     count = 0
 
     def run(
-        *arguments: str, folder: Path | None = None, error: str | None = None, compiler: str = "gcc"
+        *arguments: str,
+        folder: Path | None = None,
+        error: str | None = None,
+        compiler: str = "gcc",
+        hidden: str = "",
     ) -> list[str]:
         nonlocal count
         count += 1
@@ -47,13 +52,14 @@ def run(tmp_path_factory) -> Run:
             "TRITON_INTERPRET": "0",
             "CUDA_VISIBLE_DEVICES": "",
             "CC": compiler,
+            "HIDDEN": hidden,
         }
         if folder is not None:
             environment["TILEWISE_KERNELS"] = str(folder)
         command = [sys.executable, str(SCRIPT / "folder.py"), *arguments]
         done = subprocess.run(command, capture_output=True, text=True, env=environment)
         if error is not None:
-            assert done.returncode != 0 and error in done.stderr, done.stderr[-3000:]
+            assert done.returncode != 0 and re.search(error, done.stderr), done.stderr[-3000:]
         else:
             assert done.returncode == 0, done.stderr[-3000:]
         said = ("loaded", "compiled", "warning")
@@ -112,6 +118,36 @@ def test_a_damaged_module_is_compiled(run, folder):
 def test_without_a_compiler_kernels_alone_are_kept(run, tmp_path):
     run("fill", str(tmp_path / "kernels"), compiler="false")
     assert {path.suffix for path in tmp_path.glob("kernels/*/*")} == {".cubin", ".json", ""}
+
+
+COMPILED = ["compiled append_kernel", "compiled attn_fwd_kernel"]
+WITHOUT = {  # names of Triton's: hidden from who fills a folder, and from who calls; what the latter says
+    "compiling together": ("active_mode", "active_mode", LOADED),
+    "Triton's hash": ("_update_hash", "triton_key _update_hash", LOADED),
+    "C modules": ("dirname make_launcher", "make_launcher", LOADED),
+    "managers": ("CacheManager", "FileCacheManager", COMPILED),
+}
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("names", WITHOUT)
+def test_a_triton_without_private_names_compiles_and_loads_the_same(run, tmp_path, names):
+    filling, calling, said = WITHOUT[names]
+    folder = tmp_path / "kernels"
+    run("fill", str(folder), hidden=filling)
+    found = run("call", folder=folder, hidden=calling)
+    assert [line for line in found if not line.startswith("warning")] == said
+    assert any("is not used: this Triton takes no cache but its own" in x for x in found) is (
+        said == COMPILED
+    )
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize(
+    ("name", "error"), [("GPUTarget", "the GPU that is here alone"), ("metadata_group", "has put a kernel")]
+)
+def test_a_folder_that_can_not_be_filled_is_refused(run, tmp_path, name, error):
+    run("fill", str(tmp_path / "kernels"), hidden=name, error=f"NotImplementedError: this Triton .*{error}")
 
 
 @pytest.mark.sample(1)

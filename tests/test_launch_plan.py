@@ -287,9 +287,9 @@ def kernels(monkeypatch):
     triton = pytest.importorskip("triton")
     import triton.language as tl
 
-    from tilewise.gpu.launch import launcher
+    from tilewise.gpu.launch import triton_private
 
-    monkeypatch.setattr(triton.runtime.driver, "_active", launcher.CompileOnlyDriver((9, 0)))
+    monkeypatch.setattr(triton.runtime.driver, "_active", triton_private.CompileOnlyDriver((9, 0)))
     monkeypatch.setattr(plan, "is_interpreted", lambda: False)
 
     @triton.jit

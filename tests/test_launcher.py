@@ -18,6 +18,17 @@ FOLDER = Path(__file__).parent / "launcher"
 
 
 def test_a_plan_gives_kernels_what_triton_gives_them(tmp_path):
+    record(tmp_path)
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("hidden", ["CudaLauncher", "make_tensordesc_arg", "driver"])
+def test_a_triton_without_private_names_gives_kernels_the_same(tmp_path, hidden):
+    """It launches by itself then."""
+    record(tmp_path, hidden)
+
+
+def record(tmp_path: Path, hidden: str = "") -> None:
     from triton.backends.nvidia import driver
 
     library = tmp_path / "libcuda.so.1"
@@ -31,6 +42,7 @@ def test_a_plan_gives_kernels_what_triton_gives_them(tmp_path):
         "TRITON_CACHE_DIR": str(tmp_path / "cache"),
         "TRITON_INTERPRET": "0",
         "CUDA_VISIBLE_DEVICES": "",
+        "HIDDEN": hidden,
     }
     done = subprocess.run(
         [sys.executable, str(FOLDER / "record.py")], capture_output=True, text=True, env=environment

@@ -1,4 +1,4 @@
-"""Private names of PyTorch stand in one file, and what rests on them goes on without them."""
+"""Private names of PyTorch and Triton stand in one file each, and what rests on them goes on without them."""
 
 from __future__ import annotations
 
@@ -15,11 +15,13 @@ import tilewise
 import without_names
 
 ROOT = Path(tilewise.__file__).parent
-FILES = (
-    "core/torch_private.py",
-    "gpu/launch/triton_key.py",
-    "gpu/launch/launcher.py",
-    "gpu/hopper/common/compat.py",
+OTHERS = ("torch", "triton")
+FILES = ("core/torch_private.py", "gpu/launch/triton_private.py", "gpu/hopper/common/compat.py")
+PUBLIC_OF_TRITON = (
+    "triton",
+    "triton.language",
+    "triton.experimental.gluon",
+    "triton.tools.tensor_descriptor",
 )
 PYTHONS = {"_asdict", "_field_defaults", "_fields", "_getframe", "_make", "_replace"}
 OF_TORCH = (
@@ -57,7 +59,7 @@ def is_of_self(node: ast.Attribute) -> bool:
 
 
 def imported(tree: ast.Module) -> Iterator[str]:
-    """Names of PyTorch that a file imports, with dots, and also where it does so by a string."""
+    """Names of PyTorch and Triton that a file imports, with dots, and also where it does so by a string."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -82,14 +84,18 @@ def attributes(tree: ast.Module) -> Iterator[tuple[str, bool]]:
 
 
 def is_public_import(name: str) -> bool:
-    package, *parts = name.split(".")
-    return package != "torch" or not any(map(is_private, parts))
+    parts = name.split(".")
+    if parts[0] not in OTHERS:
+        return True
+    if any(map(is_private, parts)):
+        return False
+    return parts[0] == "torch" or ".".join(parts[:-1]) in ("", *PUBLIC_OF_TRITON) or name in PUBLIC_OF_TRITON
 
 
 def private_names(name: str, tree: ast.Module, own: set[str], theirs: set[str]) -> list[str]:
-    """What a file takes of PyTorch that has no public name.
+    """What a file takes of PyTorch or Triton that has no public name.
 
-    A private attribute is the package's own if it defines one of this name, and PyTorch does not.
+    A private attribute is the package's own if it defines one of this name, and PyTorch and Triton do not.
     `compat` may take those of other packages.
     """
     found = {module for module in imported(tree) if not is_public_import(module)}
@@ -121,6 +127,7 @@ def test_private_names_stand_in_one_file():
         ("import torch._dynamo", ["torch._dynamo"]),
         ("from torch.utils import _pytree as trees", ["torch.utils._pytree"]),
         ("importlib.import_module('torch._dynamo')", ["torch._dynamo"]),
+        ("from triton.runtime import driver", ["triton.runtime.driver"]),
         ("import triton.language as tl\nfrom triton import knobs\nself._lengths = x._replace(a=1)", []),
     ],
 )

@@ -11,10 +11,11 @@ from __future__ import annotations
 import importlib.util
 import sys
 import types
-from pathlib import Path
 
 import torch
 from torch import nn
+
+import hidden_names
 
 MODULES = {  # that are empty then
     "guards": "torch._C._dynamo.guards",
@@ -38,31 +39,18 @@ ATTRIBUTES = {  # that `getattr` and `hasattr` do not find
     ),
 }
 GROUPS = (*MODULES, *FUNCTIONS, *ATTRIBUTES)
-NAME = "tilewise.core.torch_private"
 
 
-def import_without(groups: list[str]) -> None:
+def hide(groups: list[str]) -> None:
     """Import the module with names hidden."""
-    names = {name for group in groups for name in ATTRIBUTES.get(group, ())}
-    missing = object()
-
-    def find(owner, name, default=missing):
-        if name not in names:
-            return getattr(owner, name) if default is missing else getattr(owner, name, default)
-        if default is missing:
-            raise AttributeError(name)
-        return default
-
-    path = Path(importlib.util.find_spec("tilewise").origin).parent / "core" / "torch_private.py"
-    spec = importlib.util.spec_from_file_location(NAME, path)
-    module = sys.modules[NAME] = importlib.util.module_from_spec(spec)
-    module.getattr, module.hasattr = find, lambda owner, name: name not in names and hasattr(owner, name)
     modules = {MODULES[g]: sys.modules.get(MODULES[g]) for g in groups if g in MODULES}
     functions = {FUNCTIONS[g]: getattr(torch._C, FUNCTIONS[g]) for g in groups if g in FUNCTIONS}
     sys.modules.update({name: types.ModuleType(name) for name in modules})
     for name in functions:
         delattr(torch._C, name)
-    spec.loader.exec_module(module)
+    hidden_names.import_without(
+        "core.torch_private", {name for group in groups for name in ATTRIBUTES.get(group, ())}
+    )
     for name, function in functions.items():
         setattr(torch._C, name, function)
     for name, found in modules.items():
@@ -73,7 +61,7 @@ def import_without(groups: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    import_without(sys.argv[1:])
+    hide(sys.argv[1:])
 
 import tilewise  # noqa: E402
 from tilewise import reference  # noqa: E402

@@ -3,14 +3,11 @@
 Triton compiles them as it meets them. `cuda_utils` calls CUDA's driver and, since Triton 3.7, launches every
 kernel; before, each kernel has a launcher of its own. Both are linked to libcuda, which need not be here: an
 empty library of its name is enough, as the linker only notes what is to be loaded.
-
-Names of Triton's that are not public stand here for that: checked for 3.6 to 3.9.
 """
 
 from __future__ import annotations
 
 import functools
-import hashlib
 import os
 import shutil
 import subprocess
@@ -19,29 +16,25 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from triton.backends.nvidia import driver as nvidia
-from triton.runtime import build
+from tilewise.gpu.launch.triton_private import INCLUDE_DIRS, LAUNCHER, UTILS, launcher_source, utils_source
 
 SUFFIX = str(sysconfig.get_config_var("EXT_SUFFIX"))
-UTILS, LAUNCHER = "cuda_utils", "__triton_launcher"  # Triton's names of them
 LIBCUDA = "libcuda.so.1"
 
 
 def utils() -> bytes | None:
-    """`cuda_utils`, compiled; None without a C compiler and Python's headers."""
-    return _compiled((Path(nvidia.dirname) / "driver.c").read_text(), UTILS)
+    """`UTILS`, compiled; None without a C compiler and Python's headers."""
+    source = utils_source()
+    return None if source is None else _compiled(source, UTILS)
 
 
 def launcher(compiled: Any) -> tuple[str, bytes] | None:
     """The key of a kernel's own launcher in Triton's cache, and the launcher; None if there is none."""
-    make = getattr(nvidia, "make_launcher", None)
-    if make is None:
+    found = launcher_source(compiled)
+    if found is None:
         return None
-    names = compiled.src.fn.arg_names
-    constants = {(names.index(i),) if isinstance(i, str) else i: x for i, x in compiled.src.constants.items()}
-    source = make(constants, compiled.src.signature, getattr(compiled.metadata, "tensordesc_meta", None))
+    key, source = found
     module = _compiled(source, LAUNCHER)
-    key = hashlib.sha256((source + build.platform_key()).encode()).hexdigest()
     return None if module is None else (key, module)
 
 
@@ -55,7 +48,7 @@ def _compiled(source: str, name: str) -> bytes | None:
         code.write_text(source)
         nothing.write_text("")
         shared = [compiler, "-shared", "-fPIC"]
-        includes = [f"-I{path}" for path in (*nvidia.include_dirs, sysconfig.get_config_var("INCLUDEPY"))]
+        includes = [f"-I{path}" for path in (*INCLUDE_DIRS, sysconfig.get_config_var("INCLUDEPY"))]
         link = [f"-L{folder}", "-Wl,--no-as-needed", f"-l:{LIBCUDA}"]
         commands = (
             [*shared, str(nothing), f"-Wl,-soname,{LIBCUDA}", "-o", str(Path(folder) / LIBCUDA)],

@@ -21,15 +21,22 @@ import sys
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import triton
 from triton import knobs
-from triton.runtime.cache import CacheManager, FileCacheManager
 
 from tilewise.core.signature import Gpu
 from tilewise.gpu.launch import c_modules, triton_key
 from tilewise.gpu.launch.files import WRITABLE, is_safe, write
+from tilewise.gpu.launch.triton_private import (
+    HAS_MANAGERS,
+    LAUNCHER,
+    UTILS,
+    CacheManager,
+    FileCacheManager,
+    files_of,
+)
 
 SUFFIXES = (".cubin", ".json")  # of what a launch reads; the steps before are left out
 CHECKSUMS, ABOUT = "checksums", "tilewise-kernels.json"
@@ -54,18 +61,22 @@ def create(folder: Path, gpu: Gpu) -> None:
     folder.mkdir(mode=0o755, parents=True, exist_ok=True)
     write(about, json.dumps(versions() | {"capability": gpu.capability}, indent=1).encode())
     if (utils := c_modules.utils()) is not None:
-        _put(folder / c_modules.UTILS, {c_modules.UTILS + c_modules.SUFFIX: utils})
+        _put(folder / UTILS, {UTILS + c_modules.SUFFIX: utils})
     triton_key.put(folder)
 
 
 def add(folder: Path, compiled: Any) -> None:
-    """Put in a kernel that Triton has compiled, and its launcher."""
-    group = compiled.metadata_group.items()
-    kernel = {name: Path(path).read_bytes() for name, path in group if name.endswith(SUFFIXES)}
-    _put(folder / _entry_name(compiled.hash), kernel)
+    """Put in a kernel that Triton has compiled, and its launcher.
+
+    Raises:
+        NotImplementedError: see `triton_private.files_of`.
+    """
+    its_hash, files = files_of(compiled)
+    kernel = {name: Path(path).read_bytes() for name, path in files.items() if name.endswith(SUFFIXES)}
+    _put(folder / _entry_name(its_hash), kernel)
     if (launcher := c_modules.launcher(compiled)) is not None:
         key, module = launcher
-        _put(folder / _entry_name(key), {c_modules.LAUNCHER + c_modules.SUFFIX: module})
+        _put(folder / _entry_name(key), {LAUNCHER + c_modules.SUFFIX: module})
 
 
 def _put(entry: Path, files: Mapping[str, bytes]) -> None:
@@ -102,7 +113,7 @@ def versions() -> dict[str, str]:
 # ---- reading
 
 
-class FolderFirst(CacheManager):
+class FolderFirst(CacheManager):  # type: ignore[misc]
     """Triton's cache of one kernel, which looks into the folder first and writes to the usual one."""
 
     def __init__(self, key: str, override: bool = False, dump: bool = False) -> None:
@@ -110,7 +121,7 @@ class FolderFirst(CacheManager):
         self._entry = None if override or dump or _folder is None else _folder / key
 
     @functools.cached_property
-    def _rest(self) -> CacheManager:
+    def _rest(self) -> Any:
         """The usual cache, which makes a folder when it is asked."""
         return _usual(*self._arguments)
 
@@ -127,8 +138,8 @@ class FolderFirst(CacheManager):
         """Of `cuda_utils` there is one: since Triton 3.8 its hash depends on where libcuda is."""
         if self._entry is None or not filename.endswith(c_modules.SUFFIX):
             return None
-        is_utils = filename == c_modules.UTILS + c_modules.SUFFIX
-        entry = self._entry.parent / c_modules.UTILS if is_utils else self._entry
+        is_utils = filename == UTILS + c_modules.SUFFIX
+        entry = self._entry.parent / UTILS if is_utils else self._entry
         return (_good_files(entry) or {}).get(filename)
 
     def put(self, data: Any, filename: str, binary: bool = True) -> str:
@@ -139,11 +150,12 @@ class FolderFirst(CacheManager):
 
 
 _folder: Path | None = None
-_usual: type[CacheManager] = FileCacheManager
+_usual: Any = FileCacheManager
 
 
 def use(folder: Path, capability: tuple[int, int]) -> Path | None:
-    """Have Triton look into the folder first; where that is. None if it is of other versions: it warns.
+    """Have Triton look into the folder first; where that is. None if the folder is of other versions, or
+    Triton looks into no other cache than its own: it warns.
 
     Raises:
         ValueError: there is no such folder, or others than its owner may write to it or exchange it: kernels
@@ -153,11 +165,12 @@ def use(folder: Path, capability: tuple[int, int]) -> Path | None:
     given, folder = folder, folder.resolve()  # what a link points to is read, and is what has to be safe
     if reason := _refusal(folder):
         raise ValueError(f"TILEWISE_KERNELS={str(given)!r} must be a folder of compiled kernels: {reason}")
-    if reason := _mismatch(folder, capability):
+    reason = _mismatch(folder, capability) if HAS_MANAGERS else "this Triton takes no cache but its own"
+    if reason:
         warnings.warn(f"TILEWISE_KERNELS={str(given)!r} is not used: {reason}", stacklevel=2)
         return None
     if knobs.cache.manager_class is not FolderFirst:
-        _usual = cast("type[CacheManager]", knobs.cache.manager_class) or FileCacheManager
+        _usual = knobs.cache.manager_class or FileCacheManager
         knobs.cache.manager_class = FolderFirst
     _folder = folder
     return folder

@@ -1,13 +1,13 @@
-"""How Triton launches a compiled kernel (3.6 to 3.9): what it does anew in every call is done once here.
+"""How compiled kernels are launched, and compiled without a launch.
 
-Triton's own launch prepares what profilers are told and encodes every TMA descriptor, which takes several
-times as long as the launch itself. Below all that is one C function; this module alone knows what it takes.
+What Triton does anew in every call is done once here. Its own launch prepares what profilers are told and
+encodes every TMA descriptor, which takes several times as long as the launch itself. Below all that is one C
+function, which `triton_private` finds.
 """
 
 from __future__ import annotations
 
 import contextlib
-import inspect
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import ContextVar
@@ -16,62 +16,36 @@ from operator import attrgetter
 from typing import Any
 
 from triton import AsyncCompileMode, FutureKernel, knobs
-from triton.backends.compiler import GPUTarget
-from triton.backends.nvidia import driver as nvidia
-from triton.runtime import driver
-from triton.runtime._async_compile import active_mode
 
 from tilewise.core.signature import Gpu, standing_in
+from tilewise.gpu.launch.triton_private import (
+    CLaunch,
+    active_mode,
+    c_launch,
+    forget_failed,
+    make_launcher,
+    target,
+)
 
 
 class BoundKernel:
     """A compiled kernel and its grid, with the C function that launches it.
 
     Attributes:
-        start: that function. It takes a stream of the current device, `rest`, and the kernel's arguments, as
-            one list if `takes_list`. Pointers are integers or None; a TMA descriptor is the items that
-            `encode` returns.
-        current_stream: PyTorch's, of a device by its number.
+        start, rest, takes_list, current_stream, encode: see `CLaunch`. Of the kernel's arguments pointers are
+            integers or None; a TMA descriptor is the items that `encode` returns.
         hooks: gives the two functions by which profilers are told of launches, or their lists in `calls`.
     """
 
-    def __init__(
-        self, compiled: Any, start: Callable[..., None], rest: tuple[Any, ...], takes_list: bool
-    ) -> None:
-        self._compiled, self.start, self.rest, self.takes_list = compiled, start, rest, takes_list
-        self.current_stream = driver.active.get_current_stream
+    def __init__(self, launch: CLaunch) -> None:
+        self.start, self.rest, self.takes_list, self.current_stream, self.encode = launch
         self.hooks = partial(attrgetter("launch_enter_hook", "launch_exit_hook"), knobs.runtime)
-        # what encodes one descriptor; releases differ in what else they hand it, which it does not read
-        self._unused = (None,) * (len(inspect.signature(nvidia.make_tensordesc_arg).parameters) - 2)
-
-    def encode(self, index: int, descriptor: Any) -> list[Any]:
-        """The kernel's TMA descriptor number `index`: encoded, then shape and strides."""
-        metadata = self._compiled.metadata.tensordesc_meta[index]
-        return nvidia.make_tensordesc_arg(descriptor, metadata, *self._unused)
 
 
 def bind(compiled: Any, grid: tuple[int, int, int]) -> BoundKernel | None:
     """The kernel, bound to what launches it; None if only Triton can."""
-    launcher = compiled.run
-    if not isinstance(launcher, nvidia.CudaLauncher) or getattr(launcher, "gsan_enabled", False):
-        return None
-    if launcher.global_scratch_size or launcher.profile_scratch_size:
-        return None
-    no_scratch, no_hooks = (None, None), (None, None, None)
-    rest: tuple[Any, ...]
-    options = (compiled.function, launcher.launch_cooperative_grid, launcher.launch_pdl)
-    utils = driver.active.utils
-    if hasattr(utils, "launch"):  # since 3.7: one C function for all kernels
-        launch, kinds = utils.launch, (launcher.arg_annotations, launcher.kernel_signature)
-        rest = (*options, compiled.packed_metadata, *no_hooks, *no_scratch, *kinds)
-        return BoundKernel(compiled, partial(launch, *grid), rest, takes_list=True)
-    launch, rest = _unwrapped(launcher.launch), (*options, *no_scratch, compiled.packed_metadata, *no_hooks)
-    return BoundKernel(compiled, partial(launch, *grid), rest, takes_list=False)
-
-
-def _unwrapped(launch: Any) -> Any:
-    """The C function of a kernel, below the Python function that encodes its descriptors if it has any."""
-    return inspect.getclosurevars(launch).nonlocals["launcher"] if inspect.isfunction(launch) else launch
+    launch = c_launch(compiled, grid)
+    return None if launch is None else BoundKernel(launch)
 
 
 # ---- compiling without a launch
@@ -92,19 +66,28 @@ def compiling_together(leaves_errors: bool = False) -> Iterator[list[tuple[Any, 
         Exception: what Triton raises of a kernel that it can't compile, unless its launch is to raise that.
     """
     asked: list[tuple[Any, Any]] = []
-    if active_mode.get() is not None:  # who called compiles together already
+    if active_mode is not None and active_mode.get() is not None:  # who called compiles together already
         yield asked
         return
-    pool, token = _Compilers(), _asked.set(asked)
+    token = _asked.set(asked)
     try:
-        with AsyncCompileMode(pool, ignore_errors=leaves_errors):
+        with contextlib.nullcontext() if active_mode is None else _side_by_side(asked, leaves_errors):
             yield asked
     finally:
-        active_mode.set(None)  # which Triton 3.6 forgets after an error
         _asked.reset(token)
+
+
+@contextlib.contextmanager
+def _side_by_side(asked: list[tuple[Any, Any]], leaves_errors: bool) -> Iterator[None]:
+    pool = _Compilers()
+    try:
+        with AsyncCompileMode(pool, ignore_errors=leaves_errors):
+            yield
+    finally:
+        active_mode.set(None)  # which Triton 3.6 forgets after an error
         pool.shutdown(cancel_futures=True)  # of an interrupt
         for kernel, _ in asked:
-            _forget_failed(kernel)
+            forget_failed(kernel)
 
 
 class _Compilers(ThreadPoolExecutor):
@@ -115,21 +98,9 @@ class _Compilers(ThreadPoolExecutor):
 
 
 def _with_launcher(compile_kernel: Callable[[], Any]) -> Any:
-    """The kernel; before Triton 3.7 also its launcher in C, which a launch then finds in Triton's cache."""
     compiled = compile_kernel()
-    make = getattr(driver.active, "launcher_cls", None)  # none of a GPU that is not here
-    if make is not None and hasattr(nvidia, "make_launcher"):
-        with contextlib.suppress(Exception):  # the launch will raise it
-            make(compiled.src, compiled.metadata)
+    make_launcher(compiled)
     return compiled
-
-
-def _forget_failed(kernel: Any) -> None:
-    """Have Triton compile anew what it could not: 3.7 and 3.8 keep the error, an interrupt leaves nothing."""
-    for kernels, *_ in kernel.device_caches.values():
-        for key, compiled in list(kernels.items()):
-            if isinstance(compiled, FutureKernel):
-                kernels.pop(key, None)
 
 
 def compile_only(kernel: Any, arguments: list[Any], options: dict[str, Any]) -> None:
@@ -139,32 +110,16 @@ def compile_only(kernel: Any, arguments: list[Any], options: dict[str, Any]) -> 
         asked.append((kernel, compiled))
 
 
-class CompileOnlyDriver:
-    """Stands where Triton asks which GPU there is."""
-
-    def __init__(self, capability: tuple[int, int]) -> None:
-        self._target = GPUTarget("cuda", 10 * capability[0] + capability[1], 32)
-
-    def get_current_device(self) -> int:
-        return -int(self._target.arch)  # kernels are kept by this number: each architecture has its own
-
-    def get_current_stream(self, device: int = 0) -> int:
-        return 0
-
-    def get_current_target(self) -> GPUTarget:
-        return self._target
-
-
 @contextlib.contextmanager
 def compiling_for(gpu: Gpu, listener: Callable[[Any], None]) -> Iterator[None]:
     """Inside, calls on meta tensors compile what they would launch on `gpu`, together; at the end `listener`
-    gets each kernel."""
-    active = driver._active
-    driver.set_active(CompileOnlyDriver(gpu.capability))
-    try:
+    gets each kernel.
+
+    Raises:
+        NotImplementedError: see `triton_private.target`.
+    """
+    with target(gpu.capability):
         with standing_in(gpu), compiling_together() as asked:
             yield
         for _, kernel in asked:
             listener(kernel.result() if isinstance(kernel, FutureKernel) else kernel)
-    finally:
-        driver._active = active

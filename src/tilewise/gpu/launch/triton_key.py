@@ -7,8 +7,7 @@ sizes and times of those files: a process that finds them unchanged takes it fro
 Before 3.8 a function's key has the constants of functions that it calls only if those have a key already: it
 depends on what else a process has compiled. Here they get theirs first, as in 3.8.
 
-`triton_key` and `_update_hash` are private names, checked for Triton 3.6 to 3.9; without them all is as
-Triton does it.
+Where Triton lacks what `triton_private` takes for that, all is as Triton does it.
 """
 
 from __future__ import annotations
@@ -18,13 +17,12 @@ import functools
 import hashlib
 import os
 from pathlib import Path
-from typing import Any
 
 import triton
 from triton import knobs
-from triton.runtime import cache, jit
 
 from tilewise.gpu.launch.files import is_safe, write
+from tilewise.gpu.launch.triton_private import before_hashing, own_hash, set_own_hash
 
 
 @functools.cache
@@ -34,7 +32,7 @@ def keep(folder: Path | None = None) -> None:
     folder: of kernels, where the file may be too.
     """
     hash_callees_first()
-    compute = getattr(cache, "triton_key", None)
+    compute = own_hash()
     if compute is None:
         return
     try:
@@ -45,7 +43,7 @@ def keep(folder: Path | None = None) -> None:
     for path in paths:
         with contextlib.suppress(OSError):
             if is_safe(path) and (key := path.read_text()).startswith(triton.__version__):
-                cache.triton_key = lambda: key
+                set_own_hash(key)
                 return
     with contextlib.suppress(OSError):  # a cache that can't be written to
         paths[-1].parent.mkdir(parents=True, exist_ok=True)
@@ -55,24 +53,14 @@ def keep(folder: Path | None = None) -> None:
 def put(folder: Path) -> None:
     """Write the file into a folder of kernels."""
     keep()
-    if hasattr(cache, "triton_key"):
-        write(folder / file_name(), cache.triton_key().encode())
+    if (compute := own_hash()) is not None:
+        write(folder / file_name(), compute().encode())
 
 
 @functools.cache
 def hash_callees_first() -> None:
     """Of this library's functions."""
-    finder: Any = getattr(jit, "DependenciesFinder", None)
-    if not hasattr(finder, "_update_hash"):
-        return
-    update = finder._update_hash
-
-    def update_hash(self: Any, func: Any) -> None:
-        if func.fn.__module__.startswith("tilewise."):
-            _ = func.cache_key
-        update(self, func)
-
-    finder._update_hash = update_hash
+    before_hashing(lambda func: func.cache_key if func.fn.__module__.startswith("tilewise.") else None)
 
 
 def file_name() -> str:
