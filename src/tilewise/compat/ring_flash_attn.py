@@ -13,9 +13,8 @@ from torch import Tensor
 
 from tilewise.core.checks import check_tensors
 from tilewise.distributed import context_parallel_attention
-from tilewise.distributed.faults import agree
 from tilewise.distributed.layout import document_starts
-from tilewise.distributed.ranks import ranks_of
+from tilewise.distributed.ranks import agree, ranks_of
 from tilewise.faces import flash_attn_call
 
 Answer = Tensor | tuple[Tensor, Tensor, None]

@@ -20,6 +20,7 @@ DEVICES = {  # of each backend; "tiled" serves everything
     "tiled": "any device",
 }
 BACKENDS = tuple(DEVICES)
+KERNELS_OF_GPUS = {name for name, device in DEVICES.items() if device.endswith("GPUs")}
 
 
 class Row(NamedTuple):

@@ -34,6 +34,7 @@ from tilewise.core.signature import (
 )
 from tilewise.core.torch_private import alike
 from tilewise.core.values import check_values
+from tilewise.dispatch.capability import KERNELS_OF_GPUS
 from tilewise.dispatch.choice import BIAS_GRADIENTS, choose, load
 from tilewise.gpu.functions.distances import with_bias_of_distances
 from tilewise.gpu.launch import launch_plan
@@ -42,7 +43,6 @@ MAX_PLANS = 2048
 NUM_INPUTS = len(Inputs._fields)
 MASK = Inputs._fields.index("mask")
 NO_REQUEST = Request()
-KERNELS_OF_GPUS = {"hopper", "triton"}
 
 
 class Entry:

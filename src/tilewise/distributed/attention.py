@@ -17,12 +17,12 @@ from tilewise.core.functions.call import Extent, MaskFunction, ScoreFunction, wi
 from tilewise.core.problem import Inputs, Options
 from tilewise.distributed import engine
 from tilewise.distributed.cost import choose as choose_method, sizes_of
-from tilewise.distributed.faults import agree, batch_of_one, check_call, facts_of
+from tilewise.distributed.faults import batch_of_one, check_call, facts_of
 from tilewise.distributed.heads import Exchange, heads_of, heads_to_tokens, swap_of
 from tilewise.distributed.layout import Layout, group_of, joined, layout_of, shards_of
 from tilewise.distributed.network import Network, check_network, measured
 from tilewise.distributed.parts import Origin
-from tilewise.distributed.ranks import Ranks, flat_ranks, is_dtensor, mesh_degree, ranks_of
+from tilewise.distributed.ranks import Ranks, agree, flat_ranks, is_dtensor, mesh_degree, ranks_of
 from tilewise.distributed.schedule import Rules, make_schedule
 from tilewise.distributed.wire import reach_of
 

@@ -16,9 +16,8 @@ from tilewise.core.checks import shown
 from tilewise.core.problem import Inputs, Options
 from tilewise.core.signature import Request
 from tilewise.distributed.attention import Call, Where, attend
-from tilewise.distributed.faults import agree
 from tilewise.distributed.layout import Layout, check_dim, layout_of, shard, unshard
-from tilewise.distributed.ranks import Ranks, check_plain, is_dtensor, ranks_of
+from tilewise.distributed.ranks import Ranks, agree, check_plain, is_dtensor, ranks_of
 from tilewise.faces.sdpa import scaled_dot_product_attention
 
 

@@ -15,9 +15,8 @@ from tilewise.core.checks import check_flag, check_tensors, shown
 from tilewise.core.device_errors import check_if_debugging
 from tilewise.core.problem import Options
 from tilewise.core.signature import Request, all_resolved
-from tilewise.distributed.faults import agree
 from tilewise.distributed.parts import Totals
-from tilewise.distributed.ranks import gather, ranks_of
+from tilewise.distributed.ranks import agree, gather, ranks_of
 
 
 def attention_with_split_cache(

@@ -1,79 +1,22 @@
-"""Calls that are refused, and ranks that disagree on one: all say so, instead of waiting for each other."""
+"""Calls over many ranks that are refused, and what ranks have to agree on."""
 
 from __future__ import annotations
 
 import functools
-import hashlib
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from tilewise.core.device_errors import IS_DEBUG
 from tilewise.core.dropout import SQUARE
 from tilewise.core.problem import Inputs, Options, describe_tensors, seen
 from tilewise.dispatch.choice import choose
 from tilewise.distributed.cost import fits, sizes_of
 from tilewise.distributed.layout import Layout
-from tilewise.distributed.ranks import Ranks, check_plain, gather
+from tilewise.distributed.ranks import check_plain
 
 _GIVEN = ("mask", "bias", "alibi_slopes", "sinks")
-
-
-class Disagreement(ValueError):
-    """Ranks have called with different arguments, or one of them has refused its own."""
-
-
-def agree(
-    ranks: Ranks, facts: Callable[[], dict[str, Any]], error: Exception | None, device: torch.device
-) -> None:
-    """Raise on every rank if facts() differ between ranks, or if a rank has an error; `error` is this rank's.
-
-    Checked in every call on CPU groups, and on others if TILEWISE_DEBUG=1. Without that only this rank
-    raises.
-
-    Raises:
-        Disagreement: naming the argument, its values and their ranks.
-    """
-    if error is None and device.type == "meta" and ranks.world > 1:
-        error = NotImplementedError("tensors on the meta device are not served over several ranks")
-    if ranks.group is None or not (ranks.is_cpu or IS_DEBUG):
-        if error is not None:
-            raise error
-        return
-    said = {n: str(v) for n, v in facts().items()} if error is None else {"error": str(error)}
-    text = repr(sorted(said.items()))
-    digest = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little", signed=True)
-    if ranks.is_cpu or device.type in ("cpu", "meta"):  # of an argument, which may be the wrong one
-        device = ranks.device
-    digests = gather(torch.tensor([digest, error is not None], device=device), ranks).tolist()
-    if all(d == [digest, 0] for d in digests):
-        return
-    everyone: list[Any] = [None] * ranks.world
-    dist.all_gather_object(everyone, said, group=ranks.group)
-    if error is not None:
-        raise error
-    raise Disagreement(_sentence(everyone))
-
-
-def _sentence(everyone: list[dict[str, str]]) -> str:
-    for rank, facts in enumerate(everyone):
-        if "error" in facts:
-            return f"rank {rank} refused its arguments: {facts['error']}"
-    lines = []
-    for name in everyone[0]:
-        values: dict[str, list[int]] = {}
-        for rank, facts in enumerate(everyone):
-            values.setdefault(facts.get(name, "not given"), []).append(rank)
-        if len(values) > 1:
-            shown = ", ".join(
-                f"{v} on rank{'s' if len(r) > 1 else ''} {', '.join(map(str, r))}" for v, r in values.items()
-            )
-            lines.append(f"{name} must be the same on all ranks: {shown}")
-    return "; ".join(lines)
 
 
 def check_call(inputs: Inputs, options: Options, *call: Any) -> int:

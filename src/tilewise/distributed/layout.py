@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from tilewise.core.checks import shown
-from tilewise.distributed.ranks import Ranks, check_plain, gather, is_dtensor, ranks_of
+from tilewise.distributed.ranks import Ranks, agree, check_plain, gather, is_dtensor, ranks_of
 
 BALANCES = ("contiguous", "zigzag", "documents")
 DIMENSIONS = {"bshd": "bshd", "bhsd": "bhsd", "packed": "shd"}
@@ -239,8 +239,6 @@ def unshard(
         >>> unshard(shard(torch.arange(6)[None])).tolist()
         [[0, 1, 2, 3, 4, 5]]
     """
-    from tilewise.distributed.faults import agree  # which imports this file
-
     ranks = ranks_of(group, mesh)
     error = layout = None
     try:

@@ -17,10 +17,17 @@ from torch import Tensor
 from tilewise.core.dropout import keep_mask, rate
 from tilewise.core.fp8 import BLOCK_ROWS
 from tilewise.core.functions.expression import decode
-from tilewise.core.mask import TileKind, Visibility
+from tilewise.core.mask import TileKind
 from tilewise.core.problem import AttentionProblem, Gradients, Inputs, spans
-from tilewise.tiled import fp8
 from tilewise.tiled.functions import FunctionTile, SegmentFunctions
+from tilewise.tiled.segment import (
+    Operands,
+    Segment,
+    operands,
+    operands_in_blocks,
+    operands_of_pages,
+    tile_rows,
+)
 
 NEG_INF = float("-inf")
 SHIFT = 3  # below lse: about where the scores of some hundred keys are
@@ -45,20 +52,11 @@ class TileConfig:
 def tiled_plan(problem: AttentionProblem) -> TileConfig:
     """Tiles large enough that an operation's overhead does not matter."""
     if problem.is_8_bit:
-        block_q, block_k = BLOCK_ROWS, fp8.tile_rows(problem)
+        block_q, block_k = BLOCK_ROWS, tile_rows(problem)
     else:
         block_q, block_k = min(256, max(1, problem.seqlen_q)), min(512, max(1, problem.seqlen_k))
     one_entry = max(1, problem.num_heads * block_q * block_k * problem.compute_dtype.itemsize)
     return TileConfig(block_q, block_k, max(1, SCORE_TILE_BYTES // one_entry))
-
-
-class Segment(NamedTuple):
-    """Batch entries that share one visibility: a chunk of a dense batch, or one ragged sequence."""
-
-    sequences: range  # batch entries
-    rows_q: slice  # rows of a packed query; all rows otherwise
-    rows_k: slice
-    visibility: Visibility
 
 
 def segments(problem: AttentionProblem, inputs: Inputs) -> Iterator[Tiles]:
@@ -173,21 +171,21 @@ class Tiles:
         """Of 8-bit values: that of the tile from j0 on [n, 1, 1]."""
         return self.rounded.value_scale[:, :, j0 // self.rounded.block_rows].reshape(-1, 1, 1)
 
-    def _rounded(self) -> fp8.Operands:
+    def _rounded(self) -> Operands:
         """The segment's rows in 8 bits."""
         problem, inputs, query = self.problem, self.inputs, self.query_rows
         if problem.is_in_blocks:
-            return fp8.operands_in_blocks(problem, inputs, self.segment)
+            return operands_in_blocks(problem, inputs, self.segment)
         key, value, seqlen_k = self.key_view, self.value_view, self.visibility.seqlen_k
         if key is None or value is None:
             key = self._gather_pages(inputs.key, inputs.key_scale, 0, seqlen_k)
             value = self._gather_pages(inputs.value, None, 0, seqlen_k)
         if inputs.value_scale is None:
-            return fp8.operands(problem.precision, query, key, value)
+            return operands(problem.precision, query, key, value)
         size = problem.page_size or 1
         pages = inputs.page_table[self.segment.sequences.start, : -(-seqlen_k // size)]  # type: ignore[index]
         scale = inputs.value_scale[pages.long()]
-        return fp8.operands_of_pages(problem.precision, query, key, value, scale, size)
+        return operands_of_pages(problem.precision, query, key, value, scale, size)
 
     def _key_tile(self, pages: Tensor, view: Tensor | None, scale: Tensor | None, j0: int, j1: int) -> Tensor:
         tile = self._gather_pages(pages, scale, j0, j1) if view is None else view[:, :, j0:j1]

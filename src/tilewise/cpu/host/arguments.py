@@ -1,4 +1,4 @@
-"""What a kernel is told: `Config` while it is built, one block of 64-bit words when it is called.
+"""What a kernel is told: `Config` and `Target` while it is built, a block of 64-bit words when it is called.
 
 This file knows nothing of LLVM, so that a process which finds its kernels in the cache never loads the
 code that builds them.
@@ -47,6 +47,22 @@ INDEX_BITS, DIMENSION_BITS = 44, 6  # so many of the low bits
 WORD = {name: FIRST + i for i, name in enumerate(FIELDS)}
 WORDS = FIRST + len(FIELDS)
 UNBOUNDED = 1 << 30
+
+
+@dataclass(frozen=True)
+class Target:
+    """The machine code to generate.
+
+    `rows` x 3 vectors is the accumulator block of the micro-kernel: 24 of 32 registers, or 12 of 16.
+    Blocks are cut to fit `l2_bytes`, a core's L2 cache.
+    """
+
+    isa: str
+    vector_bytes: int
+    rows: int
+    cpu: str
+    features: str
+    l2_bytes: int = 1 << 20
 
 
 @dataclass(frozen=True)

@@ -28,27 +28,12 @@ from pathlib import Path
 from typing import Any
 
 from tilewise.core.kept import lock_for_forks
+from tilewise.cpu.host.arguments import Target
 
 CHECKSUM_BYTES = 32
 WRITABLE = 0o022  # by a group or by everybody
 
 WANTED_ISA = os.environ.get("TILEWISE_CPU_ISA", "")  # read once: plans are found without it
-
-
-@dataclass(frozen=True)
-class Target:
-    """The machine code to generate.
-
-    `rows` x 3 vectors is the accumulator block of the micro-kernel: 24 of 32 registers, or 12 of 16.
-    Blocks are cut to fit `l2_bytes`, a core's L2 cache.
-    """
-
-    isa: str
-    vector_bytes: int
-    rows: int
-    cpu: str
-    features: str
-    l2_bytes: int = 1 << 20
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from tilewise.cpu.dsl.vector import function
-from tilewise.cpu.host.arguments import Config
-from tilewise.cpu.host.compile import Target
+from tilewise.cpu.host.arguments import Config, Target
 from tilewise.cpu.kernels.backward_bf16 import BFloat16BackwardKernel
 from tilewise.cpu.kernels.backward_vectors import VectorBackwardKernel
 from tilewise.cpu.kernels.common.tiles import Arguments, Shape

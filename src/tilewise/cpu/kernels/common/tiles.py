@@ -29,8 +29,17 @@ from tilewise.cpu.dsl.vector import (
     number,
     splat,
 )
-from tilewise.cpu.host.arguments import COUNTER, FLOATS, NOT_CUT, POINTERS, SLOTS, WORD, WRONG_INDEX, Config
-from tilewise.cpu.host.compile import Target
+from tilewise.cpu.host.arguments import (
+    COUNTER,
+    FLOATS,
+    NOT_CUT,
+    POINTERS,
+    SLOTS,
+    WORD,
+    WRONG_INDEX,
+    Config,
+    Target,
+)
 
 BLOCK_K = 64  # keys converted and scored together; 32 to 128 measure alike in long sequences
 BF16_STEP = 32  # rows, columns and terms that a product of bfloat16 takes at a time
