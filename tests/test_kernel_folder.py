@@ -228,6 +228,18 @@ def test_a_folder_of_another_version_is_said_once(tmp_path, monkeypatch):
     launch_plan._use_kernel_folder.cache_clear()
 
 
+def test_an_archive_of_other_sources_has_other_kernels(tmp_path, monkeypatch):
+    from tilewise.gpu.launch import kernel_folder
+
+    archive = tmp_path / "library.zip"
+    monkeypatch.setattr(kernel_folder, "__file__", str(archive / "tilewise/gpu/launch/kernel_folder.py"))
+    found = set()
+    for content in (b"one", b"another"):
+        archive.write_bytes(content)
+        found.add(kernel_folder.versions()["kernels"])
+    assert len(found) == 2
+
+
 @pytest.mark.slow
 def test_the_command_compiles_what_a_model_launches(tmp_path):
     from typer.testing import CliRunner

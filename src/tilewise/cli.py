@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import sys
 
 
@@ -15,7 +16,17 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal without a dash shows a question mark
-    _app()(prog_name="tilewise")
+    try:
+        try:
+            _app()(prog_name="tilewise")
+        finally:
+            print(end="", flush=True)
+    except OSError as error:
+        if error.filename is not None:
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what could not be written is not tried again
+        is_unwanted = isinstance(error, BrokenPipeError)  # as by `| head`
+        sys.exit(1 if is_unwanted else f"tilewise: the output cannot be written: {error.strerror}")
 
 
 def _app():  # type: ignore[no-untyped-def]

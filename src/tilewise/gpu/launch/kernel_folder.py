@@ -101,13 +101,20 @@ def _digest(content: bytes) -> str:
 
 def versions() -> dict[str, str]:
     """What kernels depend on besides the GPU: a folder of other versions would never be read."""
-    sources = sorted(Path(__file__).parents[1].rglob("*.py"))
     return {
-        "kernels": _digest(b"".join(path.read_bytes() for path in sources))[:16],
+        "kernels": _digest(b"".join(path.read_bytes() for path in _sources()))[:16],
         "triton": triton.__version__,
         "python": sys.implementation.cache_tag or "",
         "machine": platform.machine(),
     }
+
+
+def _sources() -> list[Path]:
+    """All that kernels are made from here."""
+    package = Path(__file__).parents[1]
+    if not package.exists():  # inside of a ZIP archive
+        return [path for path in package.parents if path.is_file()]
+    return sorted(package.rglob("*" + Path(__file__).suffix))  # .pyc where there are no sources
 
 
 # ---- reading
