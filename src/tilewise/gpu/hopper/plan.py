@@ -127,6 +127,19 @@ def forward_kernels(problem: AttentionProblem) -> Kernels:
     return next(kernels for kernels in FORWARD if kernels.serve(problem))
 
 
+class BackwardKernels(NamedTuple):
+    """Those of the backward, likewise."""
+
+    serve: Callable[[AttentionProblem], bool]
+    first: Callable[[AttentionProblem, Inputs, Results, Tensor, Tensor | None], Gradients]
+    again: Callable[[AttentionProblem, Given], Again | None]  # of tensors that TMA takes as they are
+
+
+def backward_kernels(problem: AttentionProblem) -> BackwardKernels:
+    """Those that serve a problem."""
+    return next(kernels for kernels in BACKWARD if kernels.serve(problem))
+
+
 def forward(
     problem: AttentionProblem, inputs: Inputs, order: str = "bshd", residual: bool = False
 ) -> tuple[Tensor, ...]:
@@ -141,12 +154,7 @@ def backward(
     problem: AttentionProblem, inputs: Inputs, known: Results, dout: Tensor, dlse: Tensor | None
 ) -> Gradients:
     """Gradients by recomputation from lse + residual, each contiguous."""
-    launch = wide_launch if _is_wide(problem) else backward_launch
-    return launch.backward(problem, inputs, known, dout, dlse)
-
-
-def _is_wide(problem: AttentionProblem) -> bool:
-    return problem.head_dim > backward_launch.MAX_HEAD_DIM
+    return backward_kernels(problem).first(problem, inputs, known, dout, dlse)
 
 
 # ---- the forward
@@ -260,16 +268,22 @@ def _of_8_bit_pages(
     return forward_launch.forward(*dequantized(problem, inputs), order=order, residual=residual)
 
 
-FORWARD = (  # the first that serve a problem
+# The first that serve a problem, each with what speaks for it: times of one H200, see docs/kernels-hopper.md.
+FORWARD = (
+    # 8-bit products are asked for: no other kernel has them
     Kernels(
         lambda problem: problem.is_8_bit,
         lambda problem, inputs, order, residual: fp8_launch.forward(problem, inputs),
         _never_again,
         given_to_forward,
     ),
+    # one warpgroup has S, two half of O each: 16 x 8k keys, 128 heads: 171 -> 88 us
     _few_queries(mla_launch.is_latent, mla_launch.KERNELS),
+    # up to 16 queries cost about one; 64 on 1 x 8k keys: 82.9 -> 29.7 us, but on 16 x 8k slower
     _few_queries(decode_launch.is_faster, decode_launch.KERNELS),
+    # bound by arithmetic, so that one pass that makes 16 bits of the pages costs little
     Kernels(lambda problem: problem.is_quantized, _of_8_bit_pages, _never_again, given_to_forward),
+    # of head size 128, 1.18 to 1.47 times cuDNN's speed
     Kernels(
         lambda problem: True,
         lambda problem, inputs, order, residual: forward_launch.forward(
@@ -290,8 +304,10 @@ def _again_backward(problem: AttentionProblem, given: Given) -> Again | None:
     is_ready = all(host.tma_ready(t) is t for t in (*tensors, dout))
     if not is_ready or not all(t is None or t.is_contiguous() for t in (lse, residual, *offsets)):
         return None
-    if _is_wide(problem):
-        return _again_wide(problem, given)
+    return backward_kernels(problem).again(problem, given)
+
+
+def _again_narrow(problem: AttentionProblem, given: Given) -> Again | None:
     config = backward_launch.backward_config(problem)
     division = backward_launch.divide(problem, config, host.num_sms(torch.cuda.current_device()))
     strides = backward_launch.map_of(problem, inputs_among(given), config)[2:]
@@ -328,3 +344,13 @@ def _again_wide(problem: AttentionProblem, given: Given) -> Again | None:
 
     stats, is_plain = backward_launch.stats_shape(problem, config, given[0].shape[-3]), len(given) == 7
     return again_backward(problem, given, steps, [stats], nothing if is_plain else more, counters=2)
+
+
+BACKWARD = (  # the first that serve a problem
+    # dK and dV of 128 keys exceed the registers: two kernels, seven products for five
+    BackwardKernels(
+        lambda problem: problem.head_dim > backward_launch.MAX_HEAD_DIM, wide_launch.backward, _again_wide
+    ),
+    # of head size 128, 1.17 to 1.33 times cuDNN's speed
+    BackwardKernels(lambda problem: True, backward_launch.backward, _again_narrow),
+)
