@@ -122,3 +122,19 @@ def test_a_layer_with_its_cache():
             x = torch.randn(2, new_tokens, 16)
             torch.testing.assert_close(compiled(x, caches[0]), layer(x, caches[1]))
     assert counter.frame_count <= 3
+
+
+@torch.no_grad()
+def test_reset_in_a_graph():
+    """Sequences begin again; the host reads their lengths where it knew them."""
+
+    def begin(cache, q, k, v):
+        cache.reset()
+        return tilewise.attention_with_cache(q, cache, k, v)
+
+    caches = [tilewise.KVCache(2, 32, 2, 8, dtype=torch.float32) for _ in range(2)]
+    compiled, _ = compile_whole(begin)
+    for new_tokens in (5, 3, 1):
+        tensors = step(new_tokens)
+        torch.testing.assert_close(*(f(cache, *tensors) for f, cache in zip((begin, compiled), caches)))
+        assert caches[1].held() == caches[1].lengths.tolist() == [new_tokens] * 2

@@ -103,7 +103,7 @@ def with_cache():
         (attention_with_gradient, 4, 150),
         (sdpa, 4, 150),
         (sdpa_with_gradient, 4, 150),
-        (varlen, 11, 290),
+        (varlen, 11, 262),
         (with_cache, 12, 385),
     ],
 )

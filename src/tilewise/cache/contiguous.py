@@ -281,7 +281,7 @@ class KVCache(Storage):
     def reset(self) -> None:
         """Forget every token; the memory stays."""
         self._lengths.zero_()
-        if self._held is not None:
+        if self._held is not None and not torch.compiler.is_compiling():  # as of any other change in a graph
             self._know([0] * len(self._held))
 
     def __repr__(self) -> str:

@@ -34,9 +34,10 @@ def check_values(problem: AttentionProblem, inputs: Inputs, options: Options) ->
         _check_cu_seqlens("k", inputs.cu_seqlens_k, inputs.key.shape[0], options.max_seqlen_k)
     if problem.is_cached:
         _check_cached(problem, inputs)
-    if problem.is_packed:
-        longest_q = max((s.q1 - s.q0 for s in spans(problem, inputs)), default=0)
-        longest_k = max((s.k1 - s.k0 for s in spans(problem, inputs)), default=0)
+    if problem.is_packed and (inputs.mask is not None or inputs.bias is not None):
+        found = spans(problem, inputs)
+        longest_q = max((s.q1 - s.q0 for s in found), default=0)
+        longest_k = max((s.k1 - s.k0 for s in found), default=0)
         check_coverage(inputs, longest_q, problem.seqlen_k if problem.is_cached else longest_k)
     if problem.is_packed and problem.device_type == "cuda":
         _checked[inputs.cu_seqlens_q] = _identity(problem, inputs)
