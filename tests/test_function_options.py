@@ -334,3 +334,14 @@ def test_slopes_of_the_heads_number_beside_a_captured_mask():
     torch.testing.assert_close(
         found, tilewise.attention(x, x, x, causal=True, mask=mask, alibi_slopes=slopes)
     )
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+@pytest.mark.parametrize("sign", [1, -1])
+def test_slopes_in_8_bits(sign, dtype):
+    """PyTorch does not negate them."""
+    x, slopes = torch.randn(1, 9, 4, 8), SLOPES.to(dtype)
+    found = tilewise.attention(
+        x, x, x, score_mod=lambda s, b, h, i, j: s + sign * (slopes[h] * (i - j).abs())
+    )
+    torch.testing.assert_close(found, tilewise.attention(x, x, x, alibi_slopes=-sign * SLOPES))

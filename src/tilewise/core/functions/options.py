@@ -142,6 +142,8 @@ def _slopes(alibi: Alibi, found: Trace, inputs: Inputs) -> Tensor | None:
     node, heads = graph.nodes[alibi.slope], query.shape[-2]
     if node.op == "load":
         slopes = found.tensors[node.value]
+        if slopes.dtype.itemsize == 1:  # PyTorch does not negate 8 bits
+            return None
         batch = query.shape[0] if inputs.cu_seqlens_q is None else len(inputs.cu_seqlens_q) - 1
         if slopes.device != query.device or tuple(slopes.shape) not in ((heads,), (batch, heads)):
             return None
