@@ -52,9 +52,9 @@ def trace(
     """The functions of one call.
 
     A trace is kept by the functions' code, what they close over, their defaults and the globals that they
-    read; of tensors among these the dtype, rank, device and layout count, not the values; and by PyTorch's
-    default dtype. Functions that hold something else, as objects with attributes, or ask a tensor for its
-    numbers, are traced in every call.
+    read; of tensors among these the dtype, rank, device, layout and attributes count, not the values; and by
+    PyTorch's default dtype. Functions that hold something else, as objects with attributes or of a class made
+    of `dict` or `tuple`, or ask a tensor for its numbers, are traced in every call.
 
     Args:
         wants_grad: of captured tensors that require a gradient; not under torch.no_grad.
@@ -68,7 +68,7 @@ def trace(
     try:
         kept_by = wants_grad, device, torch.get_default_dtype()
         key: Any = (walk.key(mask_mod), walk.key(score_mod), walk.key(first), *kept_by)
-    except _Unknown:
+    except (_Unknown, RecursionError):  # the latter of what holds itself
         key = None
     known = _known.get(key) if key is not None else None
     if known is not None and (known.shapes is None or known.shapes == walk.shapes()):
@@ -217,22 +217,20 @@ class _Walk:
         return tuple(t.shape for t in self.tensors)
 
     def key(self, value: Any) -> Any:
-        if value is None or isinstance(
-            value, bool | int | str | bytes | enum.Enum | torch.dtype | torch.device
-        ):
-            return type(value), value
-        if isinstance(value, float):
+        # Of these types themselves: classes made of them may hold or compute something else beside.
+        kind = type(value)
+        if kind in _PLAIN or isinstance(value, enum.Enum):
+            return kind, value
+        if kind is float:
             return float, value.hex()
         if isinstance(value, Tensor):
-            self.tensors.append(value)
-            same = [n for n, t in enumerate(self.tensors) if t is value]
-            return Tensor, same[0], value.dtype, value.ndim, value.device, value.requires_grad, value.layout
-        if isinstance(value, tuple | list):
-            return type(value), tuple(map(self.key, value))
-        if isinstance(value, dict):
+            return self._tensor(value)
+        if kind is tuple or kind is list:
+            return kind, tuple(map(self.key, value))
+        if kind is dict:
             return dict, tuple((self.key(k), self.key(v)) for k, v in value.items())
-        if isinstance(value, functools.partial):
-            return functools.partial, self.key((value.func, value.args, value.keywords))
+        if kind is functools.partial:
+            return kind, self.key((value.func, value.args, value.keywords, vars(value)))
         if isinstance(value, FunctionType):
             return self._function(value)
         # A method of an object, as a dict's `get`, gives another result when that changes.
@@ -244,13 +242,19 @@ class _Walk:
             return type(value), value
         raise _Unknown
 
+    def _tensor(self, t: Tensor) -> Any:
+        self.tensors.append(t)
+        same = [n for n, other in enumerate(self.tensors) if other is t]
+        attributes = self.key(t.__dict__) if t.__dict__ else None
+        return type(t), same[0], t.dtype, t.ndim, t.device, t.requires_grad, t.layout, attributes
+
     def _function(self, function: FunctionType) -> Any:
         if id(function) in self.open:
             return FunctionType, self.open.index(id(function))
         self.open.append(id(function))
         cells = [self._cell(cell) for cell in function.__closure__ or ()]
         names, imports = _reads(function.__code__)
-        if any(name.split(".")[0] not in _CONSTANT for name in imports):
+        if any(name.split(".")[0] not in _CONSTANT for name in imports) or _READ_ANYTHING & set(names):
             raise _Unknown
         scope = function.__globals__
         own = [(name, self.key(scope[name])) for name in names if name in scope]
@@ -275,6 +279,8 @@ def _is_constant(value: Any) -> bool:
 
 
 _CONSTANT = ("torch", "math", "builtins")
+_PLAIN = (type(None), bool, int, str, bytes, torch.dtype, torch.device)
+_READ_ANYTHING = {"eval", "exec", "globals", "vars", "__import__"}
 _DESCRIPTORS = (type(Tensor.add), type(Tensor.__getitem__))
 
 

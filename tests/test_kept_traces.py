@@ -1,0 +1,97 @@
+"""What functions read besides numbers: traces are kept while it stays, and made again when it changes."""
+
+from __future__ import annotations
+
+import collections
+import functools
+import typing
+
+import pytest
+import torch
+
+import tilewise
+
+X = torch.randn(1, 20, 2, 8)
+FACTOR = 1
+
+
+class Settings(dict):
+    """A dictionary with attributes, or with items that are not stored."""
+
+    width = 0
+
+    def __missing__(self, name):
+        return self.width
+
+
+class Numbers(list):
+    width = 0
+
+
+class Number(int):
+    width = 0
+
+
+class Scaled(typing.NamedTuple):
+    number: int
+
+    @property
+    def width(self):
+        return self.number * FACTOR
+
+
+def with_width(holder, width):
+    holder.width = width
+    return lambda b, h, i, j: (i - j).abs() <= holder.width
+
+
+def of_default(width):
+    widths = collections.defaultdict(lambda: width)
+    return lambda b, h, i, j: (i - j).abs() <= widths["any"]
+
+
+def of_missing(width):
+    widths = Settings()
+    widths.width = width
+    return lambda b, h, i, j: (i - j).abs() <= widths["any"]
+
+
+def of_property(width):
+    global FACTOR
+    FACTOR, one = width, Scaled(1)
+    return lambda b, h, i, j: (i - j).abs() <= one.width
+
+
+def of_globals(width):
+    global FACTOR
+    FACTOR = width
+    return lambda b, h, i, j: (i - j).abs() <= globals()["FACTOR"]
+
+
+def of_cycle(width):
+    a, others = torch.zeros(3), [width]
+    a.others, a.width = others, width
+    others.append(others)
+    return lambda b, h, i, j: (i - j).abs() <= a.width
+
+
+FUNCTIONS = {
+    "attribute of a dict": lambda width: with_width(Settings(), width),
+    "attribute of a list": lambda width: with_width(Numbers([1]), width),
+    "attribute of a number": lambda width: with_width(Number(1), width),
+    "attribute of a tensor": lambda width: with_width(torch.zeros(3), width),
+    "attribute of a parameter": lambda width: with_width(torch.nn.Parameter(torch.zeros(3)), width),
+    "attribute of a partial": lambda width: with_width(functools.partial(print), width),
+    "defaultdict": of_default,
+    "missing item": of_missing,
+    "property of a tuple": of_property,
+    "globals()": of_globals,
+    "what holds itself": of_cycle,
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_what_changes_is_seen(name):
+    for width in (2, 7, 4):
+        found = tilewise.attention(X, X, X, mask_mod=FUNCTIONS[name](width))
+        torch.testing.assert_close(found, tilewise.attention(X, X, X, window=(width, width)))
