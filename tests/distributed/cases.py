@@ -47,8 +47,9 @@ def problem(seed: int, options: dict, n: int, heads: int, kv_heads: int, cu_seql
     options = dict(options)
     if options.pop("sinks", False):
         tensors["sinks"] = new(heads)
-    if options.pop("alibi", False):
-        options["alibi_slopes"] = torch.rand(heads, dtype=torch.float64)
+    if alibi := options.pop("alibi", False):
+        slopes = torch.rand(heads, dtype=torch.float64)
+        options["alibi_slopes"] = slopes if alibi is True else slopes.to(alibi)
     if shape := options.pop("bias", None):
         tensors["bias"] = new(2, heads, n if shape == "rows" else 1, n)
     if "dropout_p" in options:

@@ -23,6 +23,8 @@ OPTIONS = {
     "padding": {"mask": True, "causal": True},
     "dropout": {"causal": True, "dropout_p": 0.3, "sinks": True},
     "dropout window": {"window": (9, 2), "dropout_p": 0.5, "alibi": True, "softcap": 3.0},
+    "alibi of 16 bits": {"causal": True, "alibi": torch.bfloat16},
+    "alibi of 8 bits": {"alibi": torch.float8_e4m3fn, "bias": "row"},
 }
 DOCUMENTS = ([0, 50], [0, 1, 3, 40, 40, 50], [0, 6, 12, 18, 24, 30, 36, 43, 50])
 

@@ -179,7 +179,7 @@ def _call(part: Part, shard: Shard, key: Tensor, value: Tensor) -> tuple[Inputs,
     mask, bias = (None if t is None else tile(t, block) for t in (given.mask, given.bias))
     slopes = given.alibi_slopes
     if slopes is not None and not _is_aligned(block):
-        columns = _column_distance(block, slopes)
+        columns = _column_distance(block, slopes, torch.promote_types(q.dtype, torch.float32))
         bias, slopes = -columns if bias is None else bias - columns, None
     inputs = Inputs(q, k, v, mask=mask, bias=bias, alibi_slopes=slopes)
     if given.dropout_seed is not None:
@@ -233,11 +233,14 @@ def _is_aligned(block: Block) -> bool:
     return block.row + block.q1 - block.q0 == block.column + block.k1 - block.k0
 
 
-def _column_distance(block: Block, slopes: Tensor) -> Tensor:
-    """slope * distance of each key from the nearest one: (1 or batch, heads, 1, keys)."""
+def _column_distance(block: Block, slopes: Tensor, dtype: torch.dtype) -> Tensor:
+    """slope * distance of each key from the nearest one: (1 or batch, heads, 1, keys).
+
+    In the dtype of scores, as slopes of 16 bits times a distance would be rounded by whole numbers.
+    """
     keys = torch.arange(block.k1 - block.k0, device=slopes.device)
     distance = keys.flip(0) if block.column < block.row else keys
-    return slopes.view(-1, slopes.shape[-1], 1, 1) * distance
+    return slopes.to(dtype).view(-1, slopes.shape[-1], 1, 1) * distance
 
 
 def _row_distance(block: Block, slopes: Tensor | None, lse: Tensor) -> Tensor | None:
