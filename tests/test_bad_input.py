@@ -98,6 +98,7 @@ ATTENTION = {
     "mask function": (dict(mask=lambda b, h, i, j: j <= i), TypeError, "mask=function must be a torch.Tensor: pass a function as mask_mod"),
     "mask type": (dict(mask=[True]), TypeError, "mask=list must be a torch.Tensor"),
     "bias dtype": (dict(bias=x(4, 5).long()), TypeError, "bias.dtype=torch.int64 must be a floating-point dtype"),
+    "bias in 8 bits": (dict(bias=x(4, 5).to(torch.float8_e5m2)), TypeError, "bias.dtype=torch.float8_e5m2 must be"),
     "bias shape": (dict(bias=x(3, 4, 5)), ValueError, "bias.shape=(3, 4, 5) must be broadcastable to"),
     "bias device": (dict(bias=x(4, 5).to("meta")), ValueError, "bias.device=meta must equal query.device=cpu"),
     "sinks": (dict(sinks=x(3)), ValueError, "sinks.shape=(3,) must be (heads,)=(6,)"),

@@ -263,6 +263,11 @@ ERRORS = [
         TypeError,
         "attn_mask.dtype",
     ),
+    (
+        lambda: scaled_dot_product_attention(X, X, X, torch.ones(4, 4).to(torch.float8_e5m2)),
+        TypeError,
+        "attn_mask.dtype=torch.float8_e5m2",
+    ),
     (lambda: scaled_dot_product_attention(X, X, X, torch.ones(5, 4)), ValueError, "attn_mask.shape=(5, 4)"),
     (
         lambda: scaled_dot_product_attention(X, X, X, torch.ones(3, 1, 4, 4)),

@@ -55,8 +55,8 @@ def check_dtypes_and_devices(s: Any) -> None:
         )
     for name in ("bias", "alibi_slopes", "sinks"):
         t = getattr(s, name)
-        if t is not None and not t.dtype.is_floating_point:
-            raise TypeError(f"{name}.dtype={t.dtype} must be a floating-point dtype")
+        if t is not None and (not t.dtype.is_floating_point or (name == "bias" and t.dtype.itemsize == 1)):
+            raise TypeError(f"{name}.dtype={t.dtype} must be a floating-point dtype of 16 bits or more")
 
 
 def check_shapes(s: Any, is_packed: bool, is_paged: bool) -> int:

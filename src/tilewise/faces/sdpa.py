@@ -229,8 +229,9 @@ def _mask_or_bias(
     """(mask, None) or (None, bias), of (leading batch or 1, heads or 1, seqlen_q or 1, seqlen_k or 1)."""
     shape = *leading, q.shape[1], q.shape[2], k.shape[2]
     check_tensors(attn_mask=attn_mask)
-    if attn_mask.dtype != torch.bool and not attn_mask.dtype.is_floating_point:
-        raise TypeError(f"attn_mask.dtype={attn_mask.dtype} must be bool or floating point")
+    is_bias = attn_mask.dtype.is_floating_point and attn_mask.dtype.itemsize > 1
+    if attn_mask.dtype != torch.bool and not is_bias:
+        raise TypeError(f"attn_mask.dtype={attn_mask.dtype} must be bool or floats of 16 bits or more")
     padded = (1,) * (len(shape) - attn_mask.ndim) + tuple(attn_mask.shape)
     if functions.is_served():  # columns are those of the whole sequence: the server checks them
         shape = *shape[:-1], padded[-1]
