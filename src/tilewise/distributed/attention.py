@@ -91,7 +91,7 @@ def context_parallel_attention(
             Not with cu_seqlens; with "ulysses" and "2d" of one row only.
         mask_mod, score_mod: as of `tilewise.attention`; indices are those in the whole sequence, or in the
             document, and captured tensors those of the whole call.
-        alibi_slopes: (num_heads,) or (batch, num_heads). Has a gradient.
+        alibi_slopes: (num_heads,) or, without cu_seqlens, (batch, num_heads). Has a gradient.
         sinks: (num_heads,).
         dropout_p: as of `tilewise.attention`, with the mask of one device. Kernels for it take pieces of
             documents that begin at multiples of 16 tokens; others are left to the backends "triton" and
