@@ -11,7 +11,7 @@ from tilewise.api import NO_WINDOW, Answer, Window, canonical_inputs, products_o
 from tilewise.autograd import functions, statistics
 from tilewise.core.checks import check_flag, check_known, check_tensors, shown
 from tilewise.core.functions.call import MaskFunction, ScoreFunction, is_learned, with_functions
-from tilewise.core.problem import Options
+from tilewise.core.problem import Inputs, Options
 from tilewise.core.quantized import Quantized, check_offsets
 from tilewise.core.statistics import Aux
 
@@ -85,7 +85,9 @@ def attention_varlen(
         check_flag("return_lse", return_lse)
     inputs = canonical_inputs(
         query, key, value, mask, bias, alibi_slopes, sinks, dropout_p=dropout_p, generator=generator
-    )._replace(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
+    )
+    # where a graph ends, PyTorch 2.11 cannot hand over what `_replace` makes
+    inputs = Inputs(*inputs[:3], cu_seqlens_q, cu_seqlens_k, *inputs[5:])
     if inputs.query_blocks is not None:
         check_offsets(cu_seqlens_q=(query, cu_seqlens_q), cu_seqlens_k=(key, cu_seqlens_k))
         precision = products_of(inputs, precision)
