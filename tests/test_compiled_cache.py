@@ -28,13 +28,15 @@ def _no_earlier_graphs():
     torch._dynamo.reset()
 
 
+@pytest.mark.parametrize("aux", [None, tilewise.Aux(entropy=True, column_sum=True, max_logit=True)])
 @pytest.mark.parametrize("is_paged", [False, True])
 @torch.no_grad()
-def test_attention_with_cache(is_paged):
+def test_attention_with_cache(is_paged, aux):
     def call(cache, batch, q, k, v):
-        return tilewise.attention_with_cache(
-            q, cache, k, v, batch=batch, rotary_cos=COS, rotary_sin=SIN, return_lse=True
+        out, lse, *found = tilewise.attention_with_cache(
+            q, cache, k, v, batch=batch, rotary_cos=COS, rotary_sin=SIN, return_lse=True, return_aux=aux
         )
+        return [out, lse, *(getattr(a, name) for a in found for name in aux.names)]
 
     if is_paged:
         caches = [tilewise.PagedKVCache(8, 16, 2, 8, dtype=torch.float32) for _ in range(2)]
@@ -56,6 +58,21 @@ def test_attention_with_cache(is_paged):
         assert caches[0].lengths.tolist() == [sum(STEPS)] * 2
         tensors = step(1)
         torch.testing.assert_close(*(call(cache, None, *tensors) for cache in caches))
+
+
+@torch.no_grad()
+def test_statistics_where_a_function_breaks_the_graph():
+    def call(cache, q, k, v):
+        out, found = tilewise.attention_with_cache(
+            q, cache, k, v, score_mod=lambda s, b, h, i, j: 2 * s, return_aux=tilewise.Aux(entropy=True)
+        )
+        return out, found.entropy
+
+    caches = [tilewise.KVCache(2, 32, 2, 8, dtype=torch.float32) for _ in range(2)]
+    compiled = torch.compile(call, backend="eager")
+    for new_tokens in STEPS[:3]:
+        tensors = step(new_tokens)
+        torch.testing.assert_close(compiled(caches[0], *tensors), call(caches[1], *tensors))
 
 
 @pytest.mark.parametrize("is_copied", [False, True])

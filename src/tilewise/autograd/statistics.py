@@ -91,14 +91,15 @@ def _attention(
 
 
 def check(inputs: Inputs, options: Options, backend: str | None, aux: Aux) -> None:
-    """Raise what `attention` would, but for values.
+    """Raise what `attention` would, but for values. In compiled code operators do, before anything runs.
 
     Raises:
         ValueError, TypeError: the call is wrong, or the request does not fit it.
         NotImplementedError: the backend asked for does not serve the call or the request, or a transform
             watches it.
     """
-    _entry(inputs, options, backend, aux)
+    if not torch.compiler.is_compiling():  # asked here: where a graph breaks this may be traced by itself
+        _entry(inputs, options, backend, aux)
 
 
 def _entry(inputs: Inputs, options: Options, backend: str | None, aux: Aux) -> tuple[Entry, Inputs]:
