@@ -469,6 +469,22 @@ def test_compiled_code_has_it_in_its_graph(aux, is_dynamic):
             torch.testing.assert_close(measure(*given), compiled(*given))
 
 
+def test_one_graph_serves_all_lengths():
+    """Also those that are multiples of what is found first, 64."""
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    ask = Aux(max_logit=True)
+    compiled = torch.compile(
+        lambda q: tilewise.attention_statistics(q, q, ask).max_logit,
+        backend=counter, fullgraph=True, dynamic=True,
+    )  # fmt: skip
+    graphs = []
+    for n in (20, 64, 130):
+        q = torch.randn(2, n, 4, 16)
+        torch.testing.assert_close(compiled(q), tilewise.attention_statistics(q, q, ask).max_logit)
+        graphs.append(counter.frame_count)
+    assert len(set(graphs)) == 1, graphs
+
+
 def test_compiled_packed_calls():
     """Only values tell how large sums of blocks are: those break the graph."""
     q, starts = torch.randn(20, 2, 8, requires_grad=True), torch.tensor([0, 7, 20])
