@@ -13,6 +13,7 @@ from hypothesis import given, settings, strategies as st
 import tilewise
 import tilewise.nn
 from tilewise import Aux, reference
+from tilewise.autograd.functions import served_by
 from tilewise.core.problem import Inputs, Options
 from tilewise.dispatch import plans
 from tilewise.dispatch.statistics import NAMES, SERVES, Passes, table
@@ -483,6 +484,16 @@ def test_one_graph_serves_all_lengths():
         torch.testing.assert_close(compiled(q), tilewise.attention_statistics(q, q, ask).max_logit)
         graphs.append(counter.frame_count)
     assert len(set(graphs)) == 1, graphs
+
+
+def test_compiled_calls_refuse_what_eager_calls_do():
+    q = torch.randn(1, 20, 2, 8)
+    compiled = torch.compile(lambda ask: tilewise.attention(q, q, q, return_aux=ask), backend="eager")
+    with pytest.raises(TypeError, match=r"return_aux='entropy' must be a tilewise\.Aux"):
+        compiled("entropy")
+    compiled(Aux(entropy=True))
+    with served_by(lambda *call: None), pytest.raises(NotImplementedError, match="context_parallel"):
+        compiled(Aux(entropy=True))
 
 
 def test_compiled_packed_calls():

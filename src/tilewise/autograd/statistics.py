@@ -61,7 +61,8 @@ def attention(
     call = inputs, options, backend, aux, are_values_known
     if not torch.compiler.is_compiling():
         return _attention(*call)
-    if inputs.cu_seqlens_q is None or not (check_aux(aux).block_sum or aux.rows):
+    # What is no Aux is refused between graphs: of an error in traced code later calls fail too.
+    if isinstance(aux, Aux) and (inputs.cu_seqlens_q is None or not (aux.block_sum or aux.rows)):
         return _by_operator(inputs, options, backend, aux)
     _disable()
     return _disabled(*call)  # type: ignore[no-any-return]
@@ -76,8 +77,6 @@ def _disable() -> None:
 def _attention(
     inputs: Inputs, options: Options, backend: str | None, aux: Aux, are_values_known: bool
 ) -> tuple[Tensor, Tensor, Statistics]:
-    if is_served():
-        raise NotImplementedError("return_aux is not served inside of context_parallel: return_lse is")
     entry, inputs = _entry(inputs, options, backend, aux)
     problem = entry.plan.problem
     if problem.has_values and not are_values_known:
@@ -104,6 +103,8 @@ def check(inputs: Inputs, options: Options, backend: str | None, aux: Aux) -> No
 
 def _entry(inputs: Inputs, options: Options, backend: str | None, aux: Aux) -> tuple[Entry, Inputs]:
     """The forward's plan, and the inputs with their numbers in memory."""
+    if is_served():
+        raise NotImplementedError("return_aux is not served inside of context_parallel: return_lse is")
     check_aux(aux)
     check_inputs(inputs)
     if not is_plain_eager(inputs.query):
