@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import enum
 import functools
 import typing
 
@@ -40,6 +41,14 @@ class Scaled(typing.NamedTuple):
         return self.number * FACTOR
 
 
+class Kind(enum.Enum):
+    LOCAL = 1
+
+    @property
+    def factor(self):
+        return FACTOR
+
+
 def with_width(holder, width):
     holder.width = width
     return lambda b, h, i, j: (i - j).abs() <= holder.width
@@ -62,6 +71,12 @@ def of_property(width):
     return lambda b, h, i, j: (i - j).abs() <= one.width
 
 
+def of_member(width):
+    global FACTOR
+    FACTOR, kind = width, Kind.LOCAL
+    return lambda b, h, i, j: (i - j).abs() <= kind.factor
+
+
 def of_globals(width):
     global FACTOR
     FACTOR = width
@@ -81,10 +96,12 @@ FUNCTIONS = {
     "attribute of a number": lambda width: with_width(Number(1), width),
     "attribute of a tensor": lambda width: with_width(torch.zeros(3), width),
     "attribute of a parameter": lambda width: with_width(torch.nn.Parameter(torch.zeros(3)), width),
+    "attribute of an enum's member": lambda width: with_width(Kind.LOCAL, width),
     "attribute of a partial": lambda width: with_width(functools.partial(print), width),
     "defaultdict": of_default,
     "missing item": of_missing,
     "property of a tuple": of_property,
+    "property of an enum's member": of_member,
     "globals()": of_globals,
     "what holds itself": of_cycle,
 }

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import builtins
 import dis
-import enum
 import functools
 import inspect
 from collections.abc import Callable
@@ -219,7 +218,7 @@ class _Walk:
     def key(self, value: Any) -> Any:
         # Of these types themselves: classes made of them may hold or compute something else beside.
         kind = type(value)
-        if kind in _PLAIN or isinstance(value, enum.Enum):
+        if kind in _PLAIN:
             return kind, value
         if kind is float:
             return float, value.hex()
