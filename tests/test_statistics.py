@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import fields
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch._dynamo.testing
@@ -484,6 +485,13 @@ def test_one_graph_serves_all_lengths():
         torch.testing.assert_close(compiled(q), tilewise.attention_statistics(q, q, ask).max_logit)
         graphs.append(counter.frame_count)
     assert len(set(graphs)) == 1, graphs
+
+
+def test_integers_of_numpy_may_be_asked_for_in_compiled_code():
+    q, ask = torch.randn(1, 20, 2, 8), Aux(top_k=np.int64(2), column_sum=True, last_rows=np.int64(3))
+    compiled = torch.compile(lambda q: tilewise.attention_statistics(q, q, ask).column_sum, backend="eager")
+    torch.testing.assert_close(compiled(q), tilewise.attention_statistics(q, q, ask).column_sum)
+    assert Aux(block_sum=np.int32(4)) == Aux(block_sum=4)
 
 
 def test_compiled_calls_refuse_what_eager_calls_do():

@@ -30,6 +30,7 @@ SCHEMA = (
     "bool wants_lse, bool row_max, bool max_logit, bool entropy, str column_sum, int? last_rows, int top_k, "
     "int[]? rows, int block_sum, bool expected_distance"
 )
+_INTEGERS = ("top_k", 0, MAX_TOP_K), ("block_sum", 0, MAX_BLOCK_SUM), ("last_rows", 1, None)
 GROUP = "group"  # column sums of the query heads that share a KV head, added up
 
 
@@ -89,12 +90,12 @@ class Aux:
         else:
             check_flag("column_sum", self.column_sum)
             object.__setattr__(self, "column_sum", bool(self.column_sum))
-        _check_integer("top_k", self.top_k, 0, MAX_TOP_K)
-        _check_integer("block_sum", self.block_sum, 0, MAX_BLOCK_SUM)
-        if self.last_rows is not None:
-            _check_integer("last_rows", self.last_rows, 1)
-            if not self.column_sum:
-                raise ValueError(f"last_rows={self.last_rows} must be None without column_sum")
+        for name, least, most in _INTEGERS:
+            if (given := getattr(self, name)) is not None:
+                _check_integer(name, given, least, most)
+                object.__setattr__(self, name, int(given))  # graphs hold no integers of NumPy
+        if self.last_rows is not None and not self.column_sum:
+            raise ValueError(f"last_rows={self.last_rows} must be None without column_sum")
         if self.rows is not None:
             object.__setattr__(self, "rows", _row_numbers(self.rows))
 
