@@ -301,9 +301,12 @@ def test_a_wrong_index_raises_as_in_the_call(place):
     assert mask.sparsity() == 0
 
 
-def test_bad_sizes():
+def test_bad_arguments_of_block_masks():
     for sizes in ((None, None, 0, 8), (None, True, 8, 8), (None, None, 8, 8.0)):
         with pytest.raises(ValueError, match="at least 1"):
             ours.create_block_mask(MASKS["causal"], *sizes, device="cpu")
     with pytest.raises(NotImplementedError, match="compute_dq_write_order"):
         ours.create_block_mask(MASKS["causal"], 1, 1, 8, 8, device="cpu", compute_dq_write_order=True)
+    for wrong in (None, "causal"):  # None is a function that is not given in a call, and wrong here
+        with pytest.raises(TypeError, match=f"mask_mod={wrong!r} must be a function of .b, h, q_idx, kv_idx"):
+            ours.create_block_mask(wrong, None, None, 8, 8, device="cpu")

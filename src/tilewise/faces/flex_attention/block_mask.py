@@ -16,7 +16,7 @@ from tilewise.core.functions.call import MaskFunction
 from tilewise.core.functions.captured import check_indices, pack
 from tilewise.core.functions.expression import decode
 from tilewise.core.functions.tile_map import EMPTY, FULL, PARTIAL, edges, refined, tile_kinds
-from tilewise.core.functions.trace import trace
+from tilewise.core.functions.trace import check_function, trace
 
 
 class BlockMask(theirs.BlockMask):
@@ -94,6 +94,7 @@ def create_block_mask(
         True
     """
     check_known(create_block_mask, unknown)
+    check_function("mask_mod", mask_mod)
     if compute_dq_write_order:
         raise NotImplementedError("compute_dq_write_order=True: torch.nn.attention.flex_attention makes it")
     blocks: Any = BLOCK_SIZE if isinstance(BLOCK_SIZE, tuple | list) else (BLOCK_SIZE, BLOCK_SIZE)
