@@ -537,6 +537,7 @@ def test_the_default_dtype_and_layouts_are_seen():
         ),
         ({"score_mod": lambda s, b, h, i, j: s + torch.ones(6, 3)[i]}, TypeError, "row of 3 numbers.*line"),
         ({"score_mod": lambda s, b, h, i, j: s if torch.ones(6, 3)[i] else -s}, TypeError, "branch.*line"),
+        ({"score_mod": lambda s, b, h, i, j: s + torch.ones(6)[i > j]}, TypeError, "not a bool.*line"),
         ({"score_mod": lambda s, b, h, i, j: torch.zeros(2).add_(s)}, TypeError, "can't be written to.*line"),
         (
             {"score_mod": lambda s, b, h, i, j: s + nn.embedding(i, torch.ones(6, 2), padding_idx=0)[0]},

@@ -56,6 +56,8 @@ class Recorder:
         numbers = [self.number(i) for i in indices]
         if any(self.graph.nodes[n].kind == FLOAT for n in numbers):
             raise TypeError("an index must be an integer: floor-divide with //, or use .long()")
+        if any(self.graph.nodes[n].kind == BOOL for n in numbers):  # which PyTorch takes for a mask
+            raise TypeError("an index must be an integer, not a bool: use .long(), or torch.where")
         known = [n for n, other in enumerate(self.tensors) if other is t]
         if not known:
             self.tensors.append(t)
