@@ -64,7 +64,7 @@ def run(
     """Measure each claim; after each, write the file and call `report` with its row.
 
     Rows that the file has already are not measured again, but for those that could not be measured and
-    trainings, which go on from their checkpoints.
+    trainings, which go on from their checkpoints. What is counted is not in it.
 
     Raises:
         BenchError: the file is of other sources or another device, or its folder is not there.
@@ -82,9 +82,14 @@ def run(
         if row is None or "refused" in row or claim.is_training:
             row = found["rows"][claim.name] = measured(claim, setting)
             if path is not None:
-                results.save(found, path)
+                results.save(found | {"rows": _timed(found["rows"])}, path)
         report(claim, row)
     return found
+
+
+def _timed(rows: Results) -> Results:
+    """Without what is counted, which is the same on any machine and never read from a file."""
+    return {name: row for name, row in rows.items() if name not in CLAIMS or not CLAIMS[name].is_counted}
 
 
 def measured(claim: Claim, setting: Setting) -> Results:
