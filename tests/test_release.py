@@ -97,3 +97,9 @@ def test_the_workflow_tries_the_oldest_python():
     yaml = pytest.importorskip("yaml")
     versions = yaml.safe_load(WORKFLOW.read_text())["jobs"]["test"]["strategy"]["matrix"]["python"]
     assert oldest and versions[0] == oldest.group(1)
+
+
+def test_the_checklist_installs_what_its_command_needs():
+    guide = (ROOT / "CONTRIBUTING.md").read_text()
+    (step,) = (line for line in guide.splitlines() if "then `tilewise doctor`" in line)
+    assert "'tilewise[cli]==" in step
