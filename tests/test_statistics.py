@@ -504,6 +504,19 @@ def test_compiled_calls_refuse_what_eager_calls_do():
         compiled(Aux(entropy=True))
 
 
+def test_while_another_thread_compiles(monkeypatch):
+    """PyTorch says that it is compiling in all threads, also to those that run."""
+    q, ask = torch.randn(1, 20, 2, 8), Aux(entropy=True)
+    cache = tilewise.KVCache(1, 32, 2, 8, dtype=torch.float32)
+    alone = tilewise.attention(q, q, q, causal=True, return_aux=ask)
+    monkeypatch.setattr(torch.compiler, "_is_compiling_flag", True)
+    for out, found in (
+        tilewise.attention(q, q, q, causal=True, return_aux=ask),
+        tilewise.attention_with_cache(q, cache, q, q, return_aux=ask),
+    ):
+        torch.testing.assert_close((out, found.entropy), (alone[0], alone[1].entropy))
+
+
 def test_compiled_packed_calls():
     """Only values tell how large sums of blocks are: those break the graph."""
     q, starts = torch.randn(20, 2, 8, requires_grad=True), torch.tensor([0, 7, 20])

@@ -23,7 +23,7 @@ from tilewise.core.plan import Results, Watched
 from tilewise.core.problem import Gradients, Inputs, Options, describe, of_gradient
 from tilewise.core.signature import NoMemory, all_resolved, new_out, plain, resolved
 from tilewise.core.statistics import NOTHING, SCHEMA, Aux, Measured, Statistics, check_aux, new_measured
-from tilewise.core.torch_private import is_batched, is_plain_eager, own_dtypes, while_tracing
+from tilewise.core.torch_private import is_batched, is_plain, own_dtypes, while_tracing
 from tilewise.core.values import check_values
 from tilewise.dispatch import plans, statistics as dispatch
 from tilewise.dispatch.plans import Entry
@@ -107,7 +107,7 @@ def _entry(inputs: Inputs, options: Options, backend: str | None, aux: Aux) -> t
         raise NotImplementedError("return_aux is not served inside of context_parallel: return_lse is")
     check_aux(aux)
     check_inputs(inputs)
-    if not is_plain_eager(inputs.query):
+    if not is_plain(inputs.query):  # another thread may compile
         raise NotImplementedError(_WATCHED)
     if aux.needs_pass and backend is not None:  # before what the forward needs: the caller may have no values
         problem = describe(inputs, options)

@@ -80,10 +80,15 @@ def _empty_strided(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torc
 empty_strided_cpu = getattr(_guards, "_empty_strided_cpu", _empty_strided)
 
 
-def is_plain_eager(query: Tensor) -> bool:
-    """Whether no transform, tracing mode or tensor subclass has to see the operator."""
-    watched = is_compiling() or are_transforms_active() or num_modes() or is_tracing()
+def is_plain(query: Tensor) -> bool:
+    """Whether no transform, tracing mode or tensor subclass has to see the operator; a compiler may."""
+    watched = are_transforms_active() or num_modes() or is_tracing()
     return not watched and forward_level() < 0 and type(query) in PLAIN_TYPES
+
+
+def is_plain_eager(query: Tensor) -> bool:
+    """The same, and that nothing compiles: in no thread, as PyTorch has one flag for all."""
+    return not is_compiling() and is_plain(query)
 
 
 def alike(tensors: Sequence[Tensor]) -> Callable[..., bool] | None:
