@@ -40,7 +40,7 @@ drawn = $$($(BIN)/python -c "import random, sys; n, *names = sys.argv[1:]; print
 DRAWS ?= 8
 test-old-triton: $(OLD_TRITONS:%=$(VENV)/triton-%)
 	@for release in $(call drawn,$(OLD_TRITONS)); do \
-	  echo "Triton $$release"; PYTHONPATH=$(VENV)/triton-$$release $(BIN)/python -m pytest -n 2 --draws $(DRAWS) tests/triton/test_compile.py tests/hopper/test_compile.py tests/hopper/test_backward_compile.py || exit 1; \
+	  echo "Triton $$release"; PYTHONPATH=$(VENV)/triton-$$release $(BIN)/python -m pytest -n 2 --draws $(DRAWS) tests/gpu_triton/test_compile.py tests/hopper/test_compile.py tests/hopper/test_backward_compile.py || exit 1; \
 	done
 
 # CPU kernels under each instruction set but the one that `make test` takes. AVX-512 and AMX run in software where an

@@ -19,8 +19,6 @@ import torch
 from hypothesis import HealthCheck, settings
 
 sys.path.insert(0, str(Path(__file__).parent))  # tests share backends.py
-if getattr(importlib.util.find_spec("triton"), "origin", None) is None:
-    sys.modules["triton"] = None  # type: ignore[assignment]  # not installed: tests/triton is found for it
 
 settings.register_profile(
     "tilewise",
@@ -34,9 +32,9 @@ settings.register_profile("quick", settings.get_profile("tilewise"), max_example
 # They take longest, so they start first: else one worker would be left alone with them. One worker has all
 # that share the processes of `distributed`.
 LONGEST = (
-    "distributed", "triton/test_interpreted.py", "triton/test_compile.py", "hopper/test_backward_compile.py",
-    "hopper/test_compile.py", "hopper/test_emulated.py", "cpu", "test_flex_attention.py", "claims",
-    "demo", "integrations/test_transformers_paged.py", "torture",
+    "distributed", "gpu_triton/test_interpreted.py", "gpu_triton/test_compile.py",
+    "hopper/test_backward_compile.py", "hopper/test_compile.py", "hopper/test_emulated.py", "cpu",
+    "test_flex_attention.py", "claims", "demo", "integrations/test_transformers_paged.py", "torture",
 )  # fmt: skip
 
 

@@ -5,6 +5,8 @@ import sys
 
 import pytest
 
+pytest.importorskip("triton")
+
 PROGRAM = """
 import sys
 import torch

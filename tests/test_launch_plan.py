@@ -18,6 +18,8 @@ from tilewise.gpu.launch import launch_plan as plan, plan as call_plan
 from tilewise.gpu.launch.entry import by_field, entry
 from tilewise.gpu.triton.arguments import Ragged, Rows
 
+pytest.importorskip("triton")
+
 
 class Recorder:
     """Stands for a kernel before and after compilation."""
@@ -284,7 +286,7 @@ def test_a_kernel_lies_where_it_is_written():
 @pytest.fixture
 def kernels(monkeypatch):
     """Kernels of Triton's, compiled for a GPU that is not here: two, and one that can't be compiled."""
-    triton = pytest.importorskip("triton")
+    import triton
     import triton.language as tl
 
     from tilewise.gpu.launch import triton_private

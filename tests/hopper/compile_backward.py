@@ -24,7 +24,7 @@ from tilewise.gpu.hopper.common import functions, host
 from tilewise.gpu.hopper.common.functions import as_served
 
 sys.path.insert(0, str(Path(__file__).parent))
-sys.path.insert(0, str(Path(__file__).parents[1] / "triton"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "gpu_triton"))
 from compile_forward import with_distances, with_documents, with_score
 from compile_kernels import Case, case_inputs, compiled_rows, print_rows
 

@@ -23,7 +23,7 @@ from tilewise.gpu.hopper.common.functions import as_served
 from tilewise.gpu.hopper.forward import launch
 from tilewise.gpu.hopper.mask import tile_map
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "triton"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "gpu_triton"))
 from compile_kernels import Case, case_inputs, compiled_rows, print_rows
 
 CASES = {

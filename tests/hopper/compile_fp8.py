@@ -14,7 +14,7 @@ import torch
 from tilewise.core.problem import Inputs, Options, describe
 from tilewise.gpu.hopper import plan
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "triton"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "gpu_triton"))
 from compile_kernels import Case, case_inputs, compiled_rows, print_rows
 
 CASES = {

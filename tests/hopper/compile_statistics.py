@@ -17,7 +17,7 @@ from tilewise.core.statistics import Aux
 from tilewise.gpu.hopper.statistics.launch import StatisticsPlan
 from tilewise.gpu.triton.plan import redo_top_k
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "triton"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "gpu_triton"))
 from compile_kernels import Case, case_inputs, compiled_rows, print_rows
 
 CASES = {

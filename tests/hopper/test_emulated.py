@@ -6,6 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
+pytest.importorskip("triton")
+
 ALL = {  # at least so many
     "emulated_forward.py": 20,
     "emulated_prefill.py": 20,

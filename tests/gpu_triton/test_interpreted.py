@@ -19,9 +19,9 @@ from interpreter import needs_interpreter
 pytestmark = needs_interpreter
 
 TOGETHER = (  # a process each, which takes seconds to start
-    ("triton/decode", "triton/chunks", "triton/statistics", "hopper/quantize"),
-    ("triton/attention", "triton/guards", "triton/large_scores"),
-    ("triton/functions", "hopper/backward_rows"),
+    ("gpu_triton/decode", "gpu_triton/chunks", "gpu_triton/statistics", "hopper/quantize"),
+    ("gpu_triton/attention", "gpu_triton/guards", "gpu_triton/large_scores"),
+    ("gpu_triton/functions", "hopper/backward_rows"),
 )
 
 

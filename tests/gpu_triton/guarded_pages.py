@@ -1,6 +1,6 @@
 """Run the Triton kernels in the interpreter on tensors that end where readable memory ends.
 
-    TRITON_INTERPRET=1 python tests/triton/guarded_pages.py CASE
+    TRITON_INTERPRET=1 python tests/gpu_triton/guarded_pages.py CASE
 
 A read beyond a tensor's last element ends the process (SIGSEGV).
 """

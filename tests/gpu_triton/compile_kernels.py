@@ -1,7 +1,7 @@
 """Compile the Triton kernels for one GPU without having it, and print what ptxas says of each, as JSON.
 
-    python tests/triton/compile_kernels.py CAPABILITY [CASE ...]
-    python tests/triton/compile_kernels.py CAPABILITY lengths     # how often new lengths compile
+    python tests/gpu_triton/compile_kernels.py CAPABILITY [CASE ...]
+    python tests/gpu_triton/compile_kernels.py CAPABILITY lengths     # how often new lengths compile
 
 The launch code runs unchanged on meta tensors, as `tilewise warmup` has it run.
 """
