@@ -4,6 +4,11 @@ import subprocess
 import sys
 
 import pytest
+import torch
+
+from tilewise.core.functions.call import with_functions
+from tilewise.core.problem import Inputs, Options, describe
+from tilewise.core.signature import Gpu, NoMemory, standing_in
 
 pytest.importorskip("triton")
 
@@ -62,3 +67,18 @@ def test_no_compiler_of_pytorch_is_imported(capability):
     command = [sys.executable, "-W", "ignore", "-c", PROGRAM, *capability.split()]
     answer = subprocess.run(command, capture_output=True, text=True)
     assert answer.returncode == 0, answer.stderr[-2000:]
+
+
+def test_no_map_is_made_without_values():
+    """Triton's lists of tiles take hundreds of operations; for a GPU that stands in they are made."""
+    from tilewise.gpu.triton.functions.visits import visits
+
+    q = torch.empty(2, 256, 4, 64, dtype=torch.bfloat16, device="meta")
+    inputs, options = with_functions(
+        Inputs(q, q, q), Options(), lambda b, h, i, j: (i // 64 == j // 64) | (j == 0), None, None
+    )
+    with pytest.raises(NoMemory):
+        visits(describe(inputs, options), inputs, 64, 64)
+    with standing_in(Gpu("", (8, 0), 108)):
+        order, counts = visits(describe(inputs, options), inputs, 64, 64)
+    assert order.shape[-2:] == (4, 4) and counts.shape[-2:] == (4, 2)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import library
 from torch.autograd import forward_ad
 from torch.nn.attention.flex_attention import BlockMask
 
@@ -26,7 +27,7 @@ PUBLIC_OF_TRITON = (
 PYTHONS = {"_asdict", "_field_defaults", "_fields", "_getframe", "_make", "_replace"}
 OF_TORCH = (
     torch, torch._C, torch.cuda, torch.Tensor, torch.UntypedStorage, torch.nn.Module, torch.autograd.Function,
-    torch.library.Library, forward_ad, BlockMask,
+    library.Library, forward_ad, BlockMask,
 )  # fmt: skip
 BY_NAME = {"attrgetter", "delattr", "getattr", "hasattr", "setattr"}  # which take names of attributes
 

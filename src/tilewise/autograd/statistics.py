@@ -36,7 +36,8 @@ _NO_SECOND = (
     "tilewise.reference.attention_statistics"
 )
 _BREAKS = (
-    "block_sum and rows of packed sequences break the graph, as values tell their shapes: fullgraph=False"
+    "return_aux breaks the graph if it is no tilewise.Aux, or asks for the shapes that only values tell, "
+    "block_sum or rows of packed sequences: fullgraph=False"
 )
 NUM_AUX = len(Aux().scalars())
 _WATCHED = (

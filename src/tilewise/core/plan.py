@@ -43,7 +43,10 @@ class Retry(NamedTuple):
 
 
 class Plan(Protocol):
-    """Immutable, shared between threads. Arguments and scratch memory come from a pool of the thread."""
+    """Shared between threads, and alike for all calls of a signature: it holds none of their tensors.
+
+    Arguments and scratch memory come from a pool of the thread.
+    """
 
     @property
     def problem(self) -> AttentionProblem: ...

@@ -91,7 +91,8 @@ class Aux:
             check_flag("column_sum", self.column_sum)
             object.__setattr__(self, "column_sum", bool(self.column_sum))
         for name, least, most in _INTEGERS:
-            if (given := getattr(self, name)) is not None:
+            given = getattr(self, name)
+            if given is not None or name != "last_rows":
                 _check_integer(name, given, least, most)
                 object.__setattr__(self, name, int(given))  # graphs hold no integers of NumPy
         if self.last_rows is not None and not self.column_sum:

@@ -91,7 +91,8 @@ def numbers(
     """What is added at each distance (batch or 1, heads or 1, seqlen_q + seqlen_k - 1), float32.
 
     From the distance 1 - seqlen_q of the last query and the first key on. `extent`: batch, heads, seqlen_q
-    and seqlen_k. On the meta device, most of whose operations take PyTorch seconds to import, only the shape.
+    and seqlen_k. On the meta device without them: most operations there import PyTorch's compiler first,
+    which takes seconds.
     """
     if device.type == "meta":
         batch, heads, seqlen_q, seqlen_k = extent
@@ -108,7 +109,7 @@ def captured_gradient(
 ) -> Tensor:
     """The gradient of the floats of `buffers` from that of `numbers`; the same bits in every run."""
     assert buffers.floats is not None
-    if dnumbers.is_meta:
+    if dnumbers.is_meta:  # see `numbers`
         return buffers.floats.new_empty(buffers.floats.shape)
     by_load = derivative(found.functions)
     values = _values(found, extent, dnumbers.device)
