@@ -510,7 +510,7 @@ def rounding(group, seed, method, dtype):
     for name, f, x, b in zip(("out", "dq", "dk", "dv"), found, right, base):
         report = compare(name, f, x, b)
         assert f.dtype == dtype and report.is_within, report
-    for options in ({"causal": True}, {"sinks": torch.full((heads,), 3.0)}):
+    for options in ({"causal": True}, {"sinks": torch.full((heads,), 3.0)}, {"window": (9, 0)}):
         out = context_parallel_attention(*own, group=group, method=method, seqlen=n, **options)
         outs = unshard(out.detach(), group=group, seqlen=n), attention(q, k, v, **options)
         exact = reference.attention(q, k, v, **options)[0]

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import random
+from collections import Counter
 from pathlib import Path
 
 import pytest
 import torch
+
+from tilewise.core.mask import Visibility
+from tilewise.distributed.layout import make_layout
+from tilewise.distributed.parts import parts_of
+from tilewise.distributed.schedule import Rules, make_schedule
 
 CASES = str(Path(__file__).parent / "cases.py")
 USER_CASES = str(Path(__file__).parent / "user_cases.py")
@@ -276,6 +283,37 @@ def test_functions_that_say_a_bias(pool, in_context):
 
 def test_a_function_that_says_a_window_sends_few_keys(pool):
     assert pool.run(4, CASES, "window_by_function") == [[20, 0], [20, 4], [20, 4], [20, 4]]
+
+
+def test_most_rows_with_a_window_are_final_at_once():
+    """A rank's first step as calls: one of 16 bits has all rows, and most have their result from it."""
+    layout, rules = make_layout((0, 4000), 4, "zigzag"), Rules(99, 0, needs_tokens=False)
+    for rank in range(4):
+        first = make_schedule(layout, rank, rules, "ring")[0]
+        whole, *parts = parts_of(first, True, 1000, torch.device("cpu"))
+        assert whole.block.is_alone and (whole.block.q0, whole.block.q1) == (0, 1000)
+        assert not any(part.block.is_alone for part in parts)
+        assert sum(b.q1 - b.q0 for b in first.blocks if b.is_alone) == (901 if rank in (0, 3) else 802)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_rows_alone_are_in_one_block(seed):
+    draw = random.Random(seed)
+    starts = (0, *sorted(draw.sample(range(1, 60), draw.choice([0, 0, 3]))), 60)
+    balance = draw.choice(["zigzag", "contiguous", "documents"])
+    layout = make_layout(starts, draw.choice([1, 2, 3, 4]), balance)
+    window = draw.choice([(None, None), (None, 0), (3, 0), (9, 0), (4, 5)])
+    rules = Rules(*window, draw.random() < 0.5, draw.random() < 0.3, draw.choice([1, 1, 4]))
+    pairs = alone = 0
+    for rank in range(layout.world):
+        blocks = [b for step in make_schedule(layout, rank, rules, "ring") for b in step.blocks]
+        counts = Counter(row for b in blocks for row in range(b.q0, b.q1))
+        of_alone = [counts[row] for b in blocks if b.is_alone for row in range(b.q0, b.q1)]
+        assert set(of_alone) <= {1}
+        pairs, alone = pairs + sum(b.pairs for b in blocks), alone + len(of_alone)
+    lengths = map(int.__sub__, starts[1:], starts)
+    assert pairs == sum(Visibility(n, n, *window).visible_pairs() for n in lengths)
+    assert alone == 60 or layout.world > 1 or rules.needs_tokens or len(set(counts.values())) > 1
 
 
 @pytest.mark.sample(2)

@@ -285,7 +285,7 @@ def _run(
     rules = _rules(inputs, options)
     schedule = joined(tokens, degree), outer.rank, rules, pattern
     steps, backward_steps = (make_schedule(*schedule, is_backward) for is_backward in (False, True))
-    packs = len(tokens.starts) > 2 and not rules.needs_tokens
+    packs = inputs.query.shape[0] == 1 and not rules.needs_tokens
     make_reach = functools.partial(reach_of, *schedule)
     most_heads = max(h.stop - h.start for h in kv_heads)
     work = engine.Work(

@@ -1,6 +1,7 @@
 """Runs a schedule: while keys of one step are computed with, those of the next are on their way.
 
-Forward: out and lse of each block, in float32, are merged and rounded once at the end.
+Forward: out and lse of each block, in float32, are merged and rounded once at the end. Rows that one block
+alone decides, as most do with windows, are rounded by it.
 Backward: the same keys travel again. The gradient of keys of others goes back to its owner, in float32, while
 the next step is computed; the owner adds up all shares and rounds once. Half of the rank's own work is kept
 for the end, when the last of them travel. Both directions hold two steps' keys at most, besides what ranks
@@ -45,7 +46,7 @@ class Work:
     backward_steps: tuple[Step, ...]
     options: Options  # its window is the schedule's
     backend: str | None
-    packs: bool  # blocks of several documents share a call
+    packs: bool  # blocks may share a call
     origin: Origin
     make_reach: Callable[[], Reach]  # of these schedules
     most_heads: int  # KV heads, of the rank of the group that has most
@@ -141,10 +142,9 @@ def _forward(work: Work, inputs: Inputs) -> tuple[Tensor, Tensor]:
             key, value = _swapped(arriving.wait())
         if number + 1 < len(steps):
             wire.start([arriving := wire.bring_keys(number + 1)])
-        parts = parts_of(step, work.packs, query.device)
-        is_all = len(parts) == len(steps) == 1 and sinks is None
-        for part in parts:
-            total.add(part.block.q0, *attend(part, shard, key, value, is_all))
+        for part in parts_of(step, work.packs, query.shape[1], query.device):
+            is_final = part.block.is_alone and sinks is None
+            total.add(part.block.q0, *attend(part, shard, key, value, is_final))
     if sinks is not None:  # a key whose value is 0
         nothing = value.new_zeros(value.shape[-1]).expand(*query.shape[:-1], -1)
         total.add(0, nothing, sinks.to(total.wide)[:, None].expand(len(query), -1, query.shape[1]))
@@ -192,7 +192,7 @@ class Backward:
                 started.append(arriving := wire.bring_keys(number + 1))
             if started:
                 wire.start(started)
-            parts = parts_of(step, work.packs, key.device)
+            parts = parts_of(step, work.packs, self.shard.inputs.query.shape[1], key.device)
             is_all = len(parts) == len(steps) == 1 and not is_shared
             for part in parts:
                 self._add(part, key, value, totals, is_all)

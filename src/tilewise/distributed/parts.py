@@ -28,7 +28,7 @@ from tilewise.core.problem import Gradients, Inputs, Options
 from tilewise.core.signature import Request
 from tilewise.dispatch import plans
 from tilewise.distributed.ranks import to_device
-from tilewise.distributed.schedule import Block, Step
+from tilewise.distributed.schedule import Block, Range, Step
 from tilewise.gpu.launch.launch_plan import HAS_TRITON
 
 NEG_INF = float("-inf")
@@ -80,52 +80,58 @@ class Part:
 
 
 @kept_on_device(1024)
-def parts_of(step: Step, packs: bool, device: Any) -> tuple[Part, ...]:
-    """The calls of a step. `packs`: blocks that have the same window share one, as far as rows ascend."""
-    blocks = step.blocks
-    if not packs or len(blocks) == 1:
-        return tuple(Part(block) for block in blocks)
+def parts_of(step: Step, packs: bool, rows: int, device: Any) -> tuple[Part, ...]:
+    """The calls of a step. `packs`: blocks that have the same window share one, as far as rows ascend.
+
+    rows: of the rank. What most rows get from one block alone comes first, and as one call of all rows: the
+    others see no key in it, and what they get elsewhere is added in place.
+    """
+    if not packs:
+        return tuple(Part(block) for block in step.blocks)
     calls: dict[tuple[Any, ...], list[list[Block]]] = {}
-    for block in sorted(blocks):
-        waves = calls.setdefault(block.window, [])
+    for block in sorted(step.blocks):
+        waves = calls.setdefault((block.window, block.is_alone), [])
         for wave in waves:
             if wave[-1].q1 <= block.q0 and wave[-1].k1 <= block.k0:
                 wave.append(block)
                 break
         else:
             waves.append([block])
-    return tuple(
-        _packed(wave, device) if len(wave) > 1 else Part(wave[0])
-        for waves in calls.values()
-        for wave in waves
-    )
+    found = sorted(itertools.chain(*calls.values()), key=_rows_alone, reverse=True)
+    first = [(0, rows)] if found and 2 * _rows_alone(found[0]) > rows else []
+    spans = first + [(wave[0].q0, wave[-1].q1) for wave in found[len(first) :]]
+    return tuple(_packed(wave, span, device) for wave, span in zip(found, spans, strict=True))
 
 
-def _packed(wave: Sequence[Block], device: Any) -> Part:
+def _rows_alone(wave: Sequence[Block]) -> int:
+    return sum(block.q1 - block.q0 for block in wave if block.is_alone)
+
+
+def _packed(wave: Sequence[Block], rows: Range, device: Any) -> Part:
+    """Blocks whose queries and keys ascend as one call of some rows."""
     first, last = wave[0], wave[-1]
-    starts_q, starts_k = [0], [0]
+    if len(wave) == 1 and rows == (first.q0, first.q1):
+        return Part(first)
+    starts = [(rows[0], first.k0)]  # of sequences, in queries and keys
     for block in wave:
-        for q, k in ((block.q0, starts_k[-1] + first.k0), (block.q0, block.k0), (block.q1, block.k1)):
-            if (q - first.q0, k - first.k0) != (starts_q[-1], starts_k[-1]):
-                starts_q.append(q - first.q0)
-                starts_k.append(k - first.k0)
-    longest = max(b.q1 - b.q0 for b in wave), max(b.k1 - b.k0 for b in wave)
-    gaps = [(a.q1, b.q0, a.k1, b.k0) for a, b in itertools.pairwise(wave)]
-    longest_q = max(longest[0], *(b - a for a, b, _, _ in gaps))
-    longest_k = max(longest[1], *(b - a for _, _, a, b in gaps))
-    starts = (torch.tensor(s, dtype=torch.int32, device="cpu") for s in (starts_q, starts_k))
-    cu_q, cu_k = (to_device(s, device) for s in starts)
-    return Part(first._replace(q1=last.q1, k1=last.k1), Packing(cu_q, cu_k, longest_q, longest_k))
+        starts += [(block.q0, starts[-1][1]), (block.q0, block.k0), (block.q1, block.k1)]
+    starts = list(dict.fromkeys([*starts, (rows[1], last.k1)]))
+    lengths = [(c - a, d - b) for (a, b), (c, d) in itertools.pairwise(starts)]
+    offsets = torch.tensor([(q - rows[0], k - first.k0) for q, k in starts], dtype=torch.int32, device="cpu")
+    cu_q, cu_k = (to_device(t.contiguous(), device) for t in offsets.unbind(1))
+    longest_q, longest_k = map(max, zip(*lengths, strict=True))
+    hull = first._replace(q0=rows[0], q1=rows[1], k1=last.k1)
+    return Part(hull, Packing(cu_q, cu_k, longest_q, longest_k))
 
 
-def attend(part: Part, shard: Shard, key: Tensor, value: Tensor, is_all: bool) -> tuple[Tensor, Tensor]:
+def attend(part: Part, shard: Shard, key: Tensor, value: Tensor, is_final: bool) -> tuple[Tensor, Tensor]:
     """out (batch, q1 - q0, heads, head_dim_v) and lse (batch, heads, q1 - q0) of the part's keys alone.
 
-    key, value (batch, keys of the step, KV heads, dim). Unless `is_all` there is to all keys, out is in
-    float32 where the kernel can give it.
+    key, value (batch, keys of the step, KV heads, dim). Unless it `is_final`, out is in float32 where the
+    kernel can give it.
     """
     inputs, options = _call(part, shard, key, value)
-    request = Request(wide=not is_all)
+    request = Request(wide=not is_final)
     out, lse, _ = plans.attend(inputs, options, shard.backend, request, are_values_known=True)
     assert out is not None and lse is not None
     if part.packing is not None:

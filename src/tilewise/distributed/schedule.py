@@ -52,6 +52,7 @@ class Block(NamedTuple):
     right: int | None
     row: int  # the token of the first query
     column: int  # the token of the first key
+    is_alone: bool = False  # none of its queries is in another block
 
     @property
     def window(self) -> tuple[int | None, int | None]:
@@ -100,12 +101,51 @@ def make_schedule(
     """
     steps = _steps_with_others(layout, rank, rules, method)
     length, pieces = layout.length(rank), layout.pieces[rank]
-    cuts = (0, _half(pieces, rules.multiple), length) if is_backward and steps else (0, length)
+    if not is_backward:
+        return Step((), (), pieces, _first_blocks(pieces, rules, steps), is_own=True), *steps
+    cuts = (0, _half(pieces, rules.multiple), length) if steps else (0, length)
     own = [
         Step((), (), pieces, _own_blocks(pieces, rules, rows), is_own=True)
         for rows in itertools.pairwise(cuts)
     ]
     return (own[0], *steps, *own[1:])
+
+
+def _first_blocks(pieces: tuple[Piece, ...], rules: Rules, steps: Sequence[Step]) -> tuple[Block, ...]:
+    """All of a rank's queries and its own keys.
+
+    Where most queries are in one block only, as with windows, these are cut from the others: their results
+    are final, and are in 16 bits at once.
+    """
+    length = num_tokens(pieces)
+    blocks = _own_blocks(pieces, rules, (0, length))
+    others = [block for step in steps for block in step.blocks]
+    alone = _alone(blocks, others, length)
+    is_whole = alone == [(0, length)]
+    if 2 * num_rows(tuple(alone)) <= length or (rules.multiple > 1 and not is_whole):
+        return blocks
+    found: list[Block] = []
+    for rows in itertools.pairwise(sorted({0, length, *itertools.chain(*alone)})):
+        blocks = _own_blocks(pieces, rules, rows)
+        is_alone = rows in alone and sum(b.q1 - b.q0 for b in blocks) <= rows[1] - rows[0]
+        found += [block._replace(is_alone=is_alone) for block in blocks]
+    return tuple(found)
+
+
+def _alone(own: Sequence[Block], others: Sequence[Block], length: int) -> list[Range]:
+    """Rows that are in one block of a rank's own keys at most, and in none of others."""
+    change = dict.fromkeys((0, length), 0)  # of a row's blocks from this row on; those of others count twice
+    for block, weight in itertools.chain(zip(own, itertools.repeat(1)), zip(others, itertools.repeat(2))):
+        change[block.q0] = change.get(block.q0, 0) + weight
+        change[block.q1] = change.get(block.q1, 0) - weight
+    alone: list[Range] = []
+    rows, count = sorted(change), 0
+    for a, b in itertools.pairwise(rows):
+        count += change[a]
+        if count <= 1:
+            a = alone.pop()[0] if alone and alone[-1][1] == a else a
+            alone.append((a, b))
+    return alone
 
 
 def _half(pieces: tuple[Piece, ...], multiple: int) -> int:
