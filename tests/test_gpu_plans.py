@@ -243,6 +243,33 @@ def test_few_queries_in_another_layout_launch_the_same(recorder):
     assert len(found[0]) == 2 and all(launched == found[0] for launched in found)
 
 
+@pytest.mark.parametrize("backend", ["hopper", "triton"])
+@pytest.mark.parametrize("order", ["bshd", "bhsd"])
+@pytest.mark.parametrize("residual", [False, True])
+@pytest.mark.parametrize("page_size", [None, 64])
+@pytest.mark.parametrize("queries", [1, 3])
+def test_later_steps_of_a_cache_launch_what_the_first_does(
+    backend, order, residual, page_size, queries, recorder
+):
+    found, plan = [], None
+    entries = (2, 1024) if page_size is None else (40, page_size)
+    for recorder.is_profiled in (False, False, False, True):
+        q = torch.zeros(2, queries, 4, 64, dtype=torch.bfloat16)
+        k, v = (torch.zeros(*entries, 2, 64, dtype=torch.bfloat16) for _ in range(2))
+        table = None if page_size is None else torch.zeros(2, 16, dtype=torch.int32)
+        lengths = torch.zeros(2, dtype=torch.int32)
+        inputs = Inputs(q, k, v, seqlens_k=lengths, page_table=table)
+        plan = plan or plan_of(backend, Options(causal=True), Request(True, residual, order), inputs)
+        new = plan.run(inputs)
+        launched = recorder.take((*inputs, *new))
+        found.append(launched)
+        assert new.out.shape == q.shape and (new.residual is not None) == residual
+        assert (new.out.transpose(1, 2) if order == "bhsd" else new.out).is_contiguous()
+    if order == "bshd" or queries == 1:  # else out is a copy of what launches write
+        assert all(launched == found[0] for launched in found)
+    assert [len(launched) for launched in found] == [2] * 4 and recorder.compiled == 4
+
+
 SHAPING = {  # options, and shapes of tensors with their dtypes
     "padding": (Options(), {"mask": ((2, 1, 1, 130), torch.bool)}),
     "mask": (Options(causal=True), {"mask": ((1, 4, 100, 130), torch.bool)}),

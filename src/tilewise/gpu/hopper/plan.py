@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -23,13 +23,12 @@ from tilewise.gpu.hopper.forward import launch as forward_launch
 from tilewise.gpu.hopper.fp8 import launch as fp8_launch
 from tilewise.gpu.hopper.statistics.launch import StatisticsPlan
 from tilewise.gpu.launch.gpus import gpu_of
-from tilewise.gpu.launch.launch_plan import Step, again_backward, again_forward, find
+from tilewise.gpu.launch.launch_plan import Step, again_backward, again_forward
 from tilewise.gpu.launch.plan import (
     Again,
     Give,
     Given,
     GpuPlan,
-    allocator,
     function_plan,
     given_to_backward,
     given_to_forward,
@@ -216,39 +215,21 @@ def _given_cached(signature: Signature) -> Give | None:
 
 
 def _again_decode(
-    kernels: decode_launch.Kernels,
-    problem: AttentionProblem,
-    order: str,
-    residual: bool,
-    given: Any,
+    kernels: decode_launch.Kernels, problem: AttentionProblem, order: str, residual: bool, given: Given
 ) -> Again | None:
-    config = kernels.config(problem)
-    query = given[0]
-    workers = decode_launch.num_workers(problem, config, query.device, kernels.few_splits)
-    tensors = decode_launch.CachedTensors(*given)
+    config, tensors = kernels.config(problem), decode_launch.CachedTensors(*given)
     ready = decode_launch.cached_tensors(Inputs(**tensors._asdict()), config)
     if any(a is not b for a, b in zip(ready, tensors)):  # something is copied first
         return None
+    workers = decode_launch.num_workers(problem, config, given[0].device, kernels.few_splits)
     new = decode_launch.new_tensors(problem, config, workers, residual)
-    stand_ins = [None if n is None else query for n in new]  # plans are found by what is given
-    steps = decode_launch.steps(kernels, config, workers, tensors, stand_ins)
-    plans: list[Any] = [find(problem, step) for step in steps]
-    if None in plans:
-        return None
-    allocators = [None if n is None else allocator(query, *n) for n in new]
+    scratch = [n[0] for n in new[3:] if n is not None]
 
-    def again(given: Any) -> Results | None:
-        if plans[0].is_watched():  # whose launches are made anew, of tensors in "bshd"
-            return None
-        tensors = decode_launch.CachedTensors(*given)
-        fresh = [None if allocate is None else allocate() for allocate in allocators]
-        for found, step in zip(plans, decode_launch.steps(kernels, config, workers, tensors, fresh)):
-            found((*step.tensors, *step.fresh))
-        out, *rest = fresh[:3]
-        assert out is not None
-        return Results(in_order(out, order), *rest)
+    def steps(given: Given, fresh: Given) -> Sequence[Step]:
+        fresh = (*fresh, None)[: len(new)]  # None for what a residual alone needs
+        return decode_launch.steps(kernels, config, workers, decode_launch.CachedTensors(*given), fresh)
 
-    return again
+    return again_forward(problem, order, residual, given, steps, nothing, scratch, stores_in_order=False)
 
 
 def _few_queries(serve: Callable[[AttentionProblem], bool], kernels: decode_launch.Kernels) -> Kernels:

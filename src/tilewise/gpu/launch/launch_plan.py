@@ -23,7 +23,7 @@ from torch import Tensor
 
 from tilewise.core.plan import Results
 from tilewise.core.problem import AttentionProblem, Gradients
-from tilewise.core.signature import ALIGNMENT, stand_in
+from tilewise.core.signature import ALIGNMENT, in_order, stand_in
 from tilewise.gpu.launch.entry import fields_of
 from tilewise.gpu.launch.gpus import gpu_of
 from tilewise.gpu.launch.plan import (
@@ -267,23 +267,32 @@ def again_forward(
     given: Given,
     steps: Callable[[Given, Given], Sequence[Step]],
     more: More,
+    scratch: Sequence[tuple[int, ...]] = (),
     counters: int = 0,
+    stores_in_order: bool = True,
 ) -> Again | None:
     """A forward of query, key and value, the first three of `given`.
 
     Args:
         residual: whether what rounding took from lse is asked for.
-        steps: all launches, from `given`, and out, lse, residual or None, the counters and `more`.
+        steps: all launches, from `given`, and out, lse, residual or None, scratch, the counters and `more`.
         more: other tensors that a call's launches take, from what is given.
+        scratch: shapes of tensors of 4-byte numbers that only the launches use; one allocation for all.
         counters: how many `scheduler_counter`s they take.
+        stores_in_order: they store out in any order; else as "bshd", from which another is copied.
     """
     query = given[0]
     *batch, seqlen, heads = query.shape[:-1]
-    new_out = allocator(query, (*query.shape[:-1], problem.head_dim_v), problem.out_dtype, order)
+    stored = order if stores_in_order else "bshd"
+    new_out = allocator(query, (*query.shape[:-1], problem.head_dim_v), problem.out_dtype, stored)
     new_lse = allocator(query, (*batch, heads, seqlen), torch.float32)
     shared = [functools.partial(scheduler_counter, query.device, n) for n in range(counters)]
     new = [new_out, new_lse, new_lse if residual else None, *shared]
-    return _again(problem, given, steps, more, new, Results)
+
+    def copied(out: Tensor, *rest: Tensor | None) -> Results:
+        return Results(in_order(out, order), *rest)
+
+    return _again(problem, given, steps, more, new, Results if stored == order else copied, scratch)
 
 
 def again_backward(
@@ -302,17 +311,9 @@ def again_backward(
         more, counters: as in `again_forward`.
     """
     query = given[0]
-    sizes = [-(-4 * math.prod(shape) // SCRATCH_ALIGNMENT) * SCRATCH_ALIGNMENT for shape in scratch]
-    *offsets, size = itertools.accumulate(sizes, initial=0)
     shared = [functools.partial(scheduler_counter, query.device, n) for n in range(counters)]
-    memory = allocator(query, (size // 4,), torch.float32)
-    new: list[Callable[[], Tensor]] = [
-        *(allocator(query, t.shape, problem.gradient_dtype(t.dtype)) for t in given[:3]),
-        *shared,
-        memory,
-    ]
-    buffers = [torch.empty(shape, dtype=torch.float32, device="meta") for shape in scratch]
-    return _again(problem, given, steps, more, new, Gradients, list(zip(buffers, offsets, strict=True)))
+    new_grads = [allocator(query, t.shape, problem.gradient_dtype(t.dtype)) for t in given[:3]]
+    return _again(problem, given, steps, more, [*new_grads, *shared], Gradients, scratch)
 
 
 def _again(
@@ -322,23 +323,24 @@ def _again(
     more: More,
     allocators: Sequence[Callable[[], Tensor] | None],
     result: Callable[..., Any],
-    buffers: Sequence[tuple[Tensor, int]] = (),
+    scratch: Sequence[tuple[int, ...]],
 ) -> Again | None:
-    """What makes tensors by `allocators`, starts the launches, and answers with a result of the first three.
-
-    buffers: what launches take in place of the last of these tensors, and at which offsets it lies there.
-    """
+    """What makes tensors by `allocators`, starts the launches, and gives a result of the first three."""
+    sizes = [-(-4 * math.prod(shape) // SCRATCH_ALIGNMENT) * SCRATCH_ALIGNMENT for shape in scratch]
+    *offsets, size = itertools.accumulate(sizes, initial=0)
+    buffers = [torch.empty(shape, dtype=torch.float32, device="meta") for shape in scratch]
+    if scratch:
+        allocators = [*allocators, allocator(given[0], (size // 4,), torch.float32)]
     made, others = [None if allocate is None else allocate() for allocate in allocators], more(given)
     tensors = (*given, *made, *others)
     places = [n for n, t in enumerate(tensors) if t is not None]
     there: Callable[[Given], Sequence[Tensor]] = itemgetter(*places)
     locations: dict[int, Any] = {id(t): Location(n) for n, t in enumerate(there(tensors))}
-    shared = made[3:-1] if buffers else made[3:]
-    if buffers:
-        locations |= {id(t): Location(locations[id(made[-1])].tensor, offset) for t, offset in buffers}
+    if scratch:
+        memory = locations[id(made.pop())].tensor
+        locations |= {id(t): Location(memory, offset) for t, offset in zip(buffers, offsets, strict=True)}
     locations[id(None)] = None
-    new = [*made[:3], *(t for t, _ in buffers), *shared, *others]
-    planned = plan_steps(problem, steps(given, new), locations)
+    planned = plan_steps(problem, steps(given, [*made[:3], *buffers, *made[3:], *others]), locations)
     if planned is None:
         return None
     return planned_call(planned, result, allocators, more, there)

@@ -11,9 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tilewise.core.plan import Results
 from tilewise.core.problem import AttentionProblem, Inputs
-from tilewise.core.signature import in_order
 from tilewise.gpu.launch.gpus import gpu_of
 from tilewise.gpu.launch.launch_plan import (
     Launch,
@@ -62,7 +60,8 @@ def forward(
     if problem.batch == 0:
         return out, lse, *rest
     cuts = _cuts(problem, tile or _tile(problem, query.device), query.device)
-    fresh = (out, lse, *(rest or (None,)), *_splits(problem, cuts, query))
+    partial = [lse.new_empty(shape) for shape in _splits(problem, cuts)]
+    fresh = (out, lse, *(rest or (None,)), *partial)
     run_steps(problem, _steps(inputs, cuts, fresh))
     return out, lse, *rest
 
@@ -76,27 +75,19 @@ def again(problem: AttentionProblem, order: str, residual: bool, given: Given) -
     cuts = _cuts(problem, _tile(problem, inputs.query.device), inputs.query.device)
 
     def more(given: Given) -> tuple[Tensor | None, ...]:
-        return (*_splits(problem, cuts, given[0]), *launchable(Inputs(*given))[MASK:])
+        return launchable(Inputs(*given))[MASK:]
 
     def steps(given: Given, new: Given) -> list[Step]:
         return _steps(Inputs(*given[:MASK], *new[6:]), cuts, new[:6])
 
-    found = again_forward(problem, "bshd", residual, given, steps, more)
-    if found is None:
-        return None
-
-    def start(given: Given) -> Results | None:
-        results = found(given)
-        return results if results is None else results._replace(out=in_order(results.out, order))
-
-    return start
+    scratch = _splits(problem, cuts)
+    return again_forward(problem, order, residual, given, steps, more, scratch, stores_in_order=False)
 
 
-def _splits(problem: AttentionProblem, cuts: Cuts, query: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Memory of what segments give: O, m and l, each from 16 bytes on."""
-    rows = -(-(problem.batch * cuts.segments + cuts.workers) * cuts.rows // 4) * 4
-    partial = query.new_empty(rows * (problem.head_dim_v + 2), dtype=torch.float32)
-    return partial[2 * rows :], partial[:rows], partial[rows : 2 * rows]
+def _splits(problem: AttentionProblem, cuts: Cuts) -> list[tuple[int, ...]]:
+    """Shapes of what segments give: O, m and l."""
+    rows = (problem.batch * cuts.segments + cuts.workers) * cuts.rows
+    return [(rows, problem.head_dim_v), (rows,), (rows,)]
 
 
 def _steps(inputs: Inputs, cuts: Cuts, fresh: Given) -> list[Step]:
