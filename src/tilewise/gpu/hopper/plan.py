@@ -38,11 +38,11 @@ from tilewise.gpu.launch.plan import (
 )
 
 MAX_HEAD_DIM = 256  # but for latent attention
-NOTHING = (None,) * 4 + host.NO_EXTRAS  # in place of ordered sequences, a mask's map and extras
+NOTHING = (None,) * 2 + host.NO_EXTRAS  # in place of a mask's map and extras
 
 
 def plan(problem: AttentionProblem, signature: Signature) -> Plan:
-    """Calls with the tensors of `REPEATED`, and few queries to a cache, are launched again as they were."""
+    """Calls with the tensors of `IN_FORWARDS`, and decoding, are launched again as they were."""
     if signature.direction == "statistics":
         return StatisticsPlan(problem, signature.aux)  # type: ignore[return-value]
     given, problem = problem, as_served(problem)
@@ -185,28 +185,43 @@ def _never_again(problem: AttentionProblem, order: str, residual: bool, given: G
     return None
 
 
+def held_keys(inputs: Inputs) -> Tensor | None:
+    """How many keys each sequence has: lengths of a cache, or offsets; None if all have as many."""
+    return inputs.cu_seqlens_k if inputs.seqlens_k is None else inputs.seqlens_k
+
+
+def needs_readying(inputs: Inputs) -> bool:
+    """Whether kernels take something else in place of some inputs: a mask's map, pairs of biases."""
+    return any(t is not None for t in (inputs.mask, inputs.bias, inputs.alibi_slopes, inputs.dropout_seed))
+
+
 def _again_forward(problem: AttentionProblem, order: str, residual: bool, given: Given) -> Again | None:
-    is_ready = all(host.tma_ready(t) is t for t in given[:3])
-    if not is_ready or not all(t is None or t.is_contiguous() for t in given[3:5]):
+    inputs, ready = Inputs(*given), host.keys_ready if problem.is_cached else host.tma_ready
+    small = (*given[3:8], inputs.sinks)
+    is_ready = host.tma_ready(inputs.query) is inputs.query and all(ready(t) is t for t in given[1:3])
+    if not is_ready or not all(t is None or t.is_contiguous() for t in small):
         return None
     config = forward_launch.forward_config(problem)
-    strides = forward_launch.map_of(problem, Inputs(*given), config)[2:]
+    strides, rows = forward_launch.map_of(problem, inputs, config)[2:], config.BLOCK_M // config.PACK
+    scratch = host.order_shapes(problem, held_keys(inputs))
 
-    def more(given: Given) -> tuple[Tensor | None, ...]:
+    def readied(given: Given) -> tuple[Tensor | None, ...]:
         inputs = Inputs(*given)
-        mask = forward_launch.map_of(problem, inputs, config)
-        ordered = host.order_sequences(problem, *inputs[3:5], config.BLOCK_M // config.PACK)
-        return (*ordered, *mask[:2], *host.extras_of(problem, inputs))
+        return (*forward_launch.map_of(problem, inputs, config)[:2], *host.extras_of(problem, inputs))
 
     def steps(given: Given, new: Given) -> list[Step]:
-        out, lse, rest, counter, *others = new
-        order, first_tile, tiles, bits, *extras = others or NOTHING
-        tensors = (*given[:3], None, *Inputs(*given)[3:5], None, None, *extras)
-        fresh = (out, lse, rest, *forward_launch.NOTHING_ASKED, order, first_tile, counter, tiles, bits)
-        return [Step(forward_launch.forward_launch, tensors, (config, strides), fresh)]
+        inputs, (out, lse, rest, *new) = Inputs(*given), new
+        ordered = tuple(new[: len(scratch)]) or (None, None)
+        counter, tiles, bits, *extras = (*new[len(scratch) :], *NOTHING)[: 1 + len(NOTHING)]
+        tensors = (*given[:3], inputs.sinks, *inputs[3:6], inputs.page_table, *extras)
+        fresh = (out, lse, rest, *forward_launch.NOTHING_ASKED, *ordered, counter, tiles, bits)
+        return [
+            *host.order_steps(inputs.cu_seqlens_q, held_keys(inputs), rows, ordered),
+            Step(forward_launch.forward_launch, tensors, (config, strides), fresh),
+        ]
 
-    is_plain = len(given) == 3
-    return again_forward(problem, order, residual, given, steps, nothing if is_plain else more, counters=1)
+    more = readied if needs_readying(inputs) else nothing
+    return again_forward(problem, order, residual, given, steps, more, scratch, counters=1)
 
 
 def _given_cached(signature: Signature) -> Give | None:
@@ -292,39 +307,52 @@ def _again_narrow(problem: AttentionProblem, given: Given) -> Again | None:
     config = backward_launch.backward_config(problem)
     division = backward_launch.divide(problem, config, host.num_sms(torch.cuda.current_device()))
     strides = backward_launch.map_of(problem, inputs_among(given), config)[2:]
-    scratch = backward_launch.scratch_shapes(problem, config, division, given[0].shape[-3])
-    num_new = 3 + len(scratch) + 1  # gradients, scratch and the counter
+    shapes = backward_launch.scratch_shapes(problem, config, division, given[0].shape[-3])
+    of_order = host.order_shapes(problem, inputs_among(given).cu_seqlens_q)
+    scratch = [*of_order, *shapes]
 
-    def more(given: Given) -> tuple[Tensor | None, ...]:
+    def readied(given: Given) -> tuple[Tensor | None, ...]:
         inputs = inputs_among(given)
-        cu_q, cu_k = inputs[3:5]
-        mask = backward_launch.map_of(problem, inputs, config)
-        ordered = host.order_sequences(problem, cu_k, cu_q, config.BLOCK_N)
-        return (*ordered, *mask[:2], *host.extras_of(problem, inputs, True))
+        return (*backward_launch.map_of(problem, inputs, config)[:2], *host.extras_of(problem, inputs, True))
 
     def steps(given: Given, new: Given) -> list[Step]:
-        order, first_tile, tiles, bits, *extras = new[num_new:] or NOTHING
-        optional = (None, *inputs_among(given)[3:5], order, first_tile, *extras)
+        first = 3 + len(of_order)
+        ordered, own = tuple(new[3:first]) or (None, None), first + len(shapes) + 1
+        tiles, bits, *extras = new[own:] or NOTHING
+        cu_q, cu_k = inputs_among(given)[3:5]
         mask = TransposedMap(tiles, bits, *strides)
-        return backward_launch.steps(config, division, given[:7], new[:num_new], optional, mask)
+        return [
+            *host.order_steps(cu_k, cu_q, config.BLOCK_N, ordered),
+            *backward_launch.steps(
+                config,
+                division,
+                given[:7],
+                [*new[:3], *new[first:own]],
+                (None, cu_q, cu_k, *ordered, *extras),
+                mask,
+            ),
+        ]
 
-    is_plain = len(given) == 7
-    return again_backward(problem, given, steps, scratch, nothing if is_plain else more, counters=1)
+    more = readied if needs_readying(inputs_among(given)) else nothing
+    return again_backward(problem, given, steps, scratch, more, counters=1)
 
 
 def _again_wide(problem: AttentionProblem, given: Given) -> Again | None:
     """Of kernels that take no mask, slopes or dropout."""
     config = wide_launch.wide_config(problem)
-
-    def more(given: Given) -> tuple[Tensor | None, ...]:
-        return wide_launch.ordered(problem, config, *inputs_among(given)[3:5])
+    of_order = 2 * host.order_shapes(problem, inputs_among(given).cu_seqlens_q)
+    scratch = [*of_order, backward_launch.stats_shape(problem, config, given[0].shape[-3])]
 
     def steps(given: Given, new: Given) -> list[Step]:
-        optional = (None, *inputs_among(given)[3:5], *(new[6:] or (None,) * 4))
-        return wide_launch.steps(config, given[:7], new[:6], optional)
+        first, offsets = 3 + len(of_order), inputs_among(given)[3:5]
+        ordered = tuple(new[3:first]) or (None,) * 4
+        own = [*new[:3], *new[first:]]
+        return [
+            *wide_launch.order_steps(config, *offsets, ordered),
+            *wide_launch.steps(config, given[:7], own, (None, *offsets, *ordered)),
+        ]
 
-    stats, is_plain = backward_launch.stats_shape(problem, config, given[0].shape[-3]), len(given) == 7
-    return again_backward(problem, given, steps, [stats], nothing if is_plain else more, counters=2)
+    return again_backward(problem, given, steps, scratch, nothing, counters=2)
 
 
 BACKWARD = (  # the first that serve a problem

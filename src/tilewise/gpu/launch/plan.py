@@ -30,7 +30,8 @@ META = torch.device("meta")
 MAX_CALLS = 128  # whose arguments are kept: more than most models have layers
 MAX_ADDRESSES = 256  # of one tensor of a launch
 # Tensors besides query, key and value of calls that are launched again; decoding takes others, too.
-REPEATED = {"cu_seqlens_q", "cu_seqlens_k", "mask", "alibi_slopes", "dropout_seed"}
+IN_BACKWARDS = {"cu_seqlens_q", "cu_seqlens_k", "mask", "alibi_slopes", "dropout_seed"}
+IN_FORWARDS = {*IN_BACKWARDS, "seqlens_k", "leftpad_k", "page_table", "bias", "sinks"}
 Given = Sequence[Any]  # tensors; None where there is none
 Give = Callable[..., Given]  # what `Again` takes, of the arguments of a plan's `run`
 Again = Callable[[Given], Any]  # `Results` or `Gradients` in "bshd"; None: the first way has to serve
@@ -106,17 +107,17 @@ def present(signature: Signature) -> set[str]:
 
 
 def given_to_forward(signature: Signature) -> Give | None:
-    """query, key and value; with all others behind them if there are some, of `REPEATED` alone."""
+    """query, key and value; with all others behind them if there are some, of `IN_FORWARDS` alone."""
     others = present(signature)
     if not others:
         return itemgetter(slice(3))
-    return tuple if others <= REPEATED else None
+    return tuple if others <= IN_FORWARDS else None
 
 
 def given_to_backward(signature: Signature) -> Give | None:
     """query, key, value, out, lse, residual, dout, and what `given_to_forward` has behind the first three."""
     to_forward, (*_, dlse) = given_to_forward(signature), signature.results
-    if to_forward is None or dlse is not None:
+    if to_forward is None or dlse is not None or not present(signature) <= IN_BACKWARDS:
         return None
 
     def give(inputs: Inputs, results: Results, dout: Tensor, dlse: None) -> Given:

@@ -25,7 +25,7 @@ from tilewise.gpu.triton.statistics.plan import StatisticsPlan, redo_top_k as re
 
 
 def plan(problem: AttentionProblem, signature: Signature) -> Plan:
-    """Decoding, and calls with the tensors of `REPEATED`, are launched again; others are readied anew."""
+    """Decoding, and calls with the tensors of `IN_FORWARDS`, are launched again; others are readied anew."""
     if signature.direction == "statistics":
         return StatisticsPlan(problem, signature.aux)  # type: ignore[return-value]
     if signature.direction == "bias":

@@ -52,6 +52,14 @@ def ordered(
     return (*of_keys, *host.order_sequences(problem, cu_q, cu_k, QUERIES))
 
 
+def order_steps(
+    cfg: WideBackwardConfig, cu_q: Tensor | None, cu_k: Tensor | None, ordered: Tensors
+) -> list[Step]:
+    """The launches that write what `ordered` gives."""
+    of_keys = host.order_steps(cu_k, cu_q, keys_config(cfg).BLOCK_N, ordered[:2])
+    return of_keys + host.order_steps(cu_q, cu_k, QUERIES, ordered[2:])
+
+
 def steps(
     cfg: WideBackwardConfig,
     given: Sequence[Tensor | None],

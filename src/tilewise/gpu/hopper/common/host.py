@@ -17,7 +17,7 @@ from tilewise.gpu.functions.captured import Captured
 from tilewise.gpu.hopper.common.arguments import Extras, Factors, QueriesConfig, Sizes
 from tilewise.gpu.hopper.common.functions import captured_of, compiled_functions, inlines_mask
 from tilewise.gpu.launch.gpus import gpu_of
-from tilewise.gpu.launch.launch_plan import Launch, Tensors, run
+from tilewise.gpu.launch.launch_plan import Launch, Step, Tensors, run, run_steps
 from tilewise.gpu.launch.plan import scheduler_counter
 
 LOG2_E = math.log2(math.e)
@@ -244,9 +244,19 @@ def order_sequences(
         return None, None
     aligned = -(-problem.batch // 4) * 4  # to 16 bytes: else kernels are compiled anew for some batches
     table = torch.empty(aligned + problem.batch + 1, dtype=torch.int32, device=other.device)
-    order, first_tile = table[: problem.batch], table[aligned:]
-    run(_order_launch, problem, (other, tiled), rows, fresh=(order, first_tile))
-    return order, first_tile
+    ordered = table[: problem.batch], table[aligned:]
+    run_steps(problem, order_steps(tiled, other, rows, ordered))
+    return ordered
+
+
+def order_steps(tiled: Tensor | None, other: Tensor | None, rows: int, ordered: Tensors) -> list[Step]:
+    """The launch that writes what `order_sequences` gives, if there is something to order."""
+    return [] if other is None else [Step(_order_launch, (other, tiled), (rows,), ordered)]
+
+
+def order_shapes(problem: AttentionProblem, other: Tensor | None) -> list[tuple[int, ...]]:
+    """Of what it writes."""
+    return [] if other is None else [(problem.batch,), (problem.batch + 1,)]
 
 
 def _order_launch(problem: AttentionProblem, tensors: Tensors, rows: int) -> Launch:
