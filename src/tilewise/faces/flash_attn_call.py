@@ -34,34 +34,34 @@ def options(
     """
     if isinstance(window_size, Tensor) and window_size.ndim == 1:
         window_size = tuple(window_size)  # type: ignore[assignment]
-    fits = isinstance(window_size, tuple | list) and len(window_size) == 2
-    if fits:
-        window_size = tuple(map(_read_bound, window_size))  # type: ignore[assignment]
-    if not fits or not all(isinstance(bound, int | Integral) for bound in window_size):
-        raise ValueError(
-            f"window_size={shown(window_size)} must be (left, right), two integers, -1 for unbounded"
-        )
+    if not isinstance(window_size, (tuple, list)) or len(window_size) != 2:
+        raise _window_error(window_size)
+    left, right = (_bound(bound, window_size) for bound in window_size)
     check_flag("causal", causal)
     check_number("softcap", softcap)
     if softmax_scale is not None:
         check_number("softmax_scale", softmax_scale)
-    for name in others.keys() & {"max_seqlen_q", "max_seqlen_k"}:
-        others[name] = read_length(name, others[name])
-    left, right = (None if bound < 0 else window_bound(bound) for bound in window_size)
-    return Options(
-        causal=bool(causal),
-        window_left=left,
-        window_right=right,
-        softcap=0.0 if softcap < 0 else softcap,
-        scale=softmax_scale,
-        **others,
+    for name in ("max_seqlen_q", "max_seqlen_k"):
+        if name in others:
+            others[name] = read_length(name, others[name])
+    softcap = 0.0 if softcap < 0 else softcap
+    return Options(bool(causal), left, right, softcap, scale=softmax_scale, **others)
+
+
+def _bound(bound: Any, window_size: Any) -> int | None:
+    """One of flash-attn's window bounds as ours; it may be a tensor that holds one integer."""
+    if type(bound) is not int:
+        if isinstance(bound, Tensor) and not bound.is_floating_point() and bound.numel() == 1:
+            bound = int(bound)
+        if not isinstance(bound, Integral):
+            raise _window_error(window_size)
+    return None if bound < 0 else window_bound(bound)
+
+
+def _window_error(window_size: Any) -> ValueError:
+    return ValueError(
+        f"window_size={shown(window_size)} must be (left, right), two integers, -1 for unbounded"
     )
-
-
-def _read_bound(bound: Any) -> Any:
-    """The number of a tensor that holds one integer; anything else as it is."""
-    is_integer = isinstance(bound, Tensor) and not bound.is_floating_point() and bound.numel() == 1
-    return int(bound) if is_integer else bound
 
 
 def unpack(name: str, packed: Tensor, parts: int, rank: int) -> tuple[Tensor, ...]:

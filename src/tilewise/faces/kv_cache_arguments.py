@@ -108,7 +108,7 @@ def _query_layout(call: KVCacheCall) -> Layout:
 
 def _layout(name: str, cu_seqlens: Tensor | None, x: Tensor) -> Layout:
     if cu_seqlens is None:
-        return Layout(len(x), x.shape[0] * x.shape[1], None)
+        return Layout(x.shape[0], x.shape[0] * x.shape[1], None)
     if cu_seqlens.ndim != 1 or len(cu_seqlens) < 1:
         raise ValueError(f"{name}.shape={tuple(cu_seqlens.shape)} must be (batch + 1,)")
     if cu_seqlens.device.type == "cpu" and not torch.compiler.is_compiling():
@@ -135,7 +135,7 @@ def _new_layout(call: KVCacheCall, batch: int) -> Layout | None:
     rank = 3 if call.cu_seqlens_k_new is not None else 4
     leading = "total_new" if rank == 3 else f"{batch}, seqlen_new"
     for name, new, cache in (("k", call.k, call.k_cache), ("v", call.v, call.v_cache)):
-        fits = new.ndim == rank and new.shape[-2:] == cache.shape[2:] and (rank == 3 or len(new) == batch)
+        fits = new.ndim == rank and new.shape[-2:] == cache.shape[2:] and (rank == 3 or new.shape[0] == batch)
         if not fits:
             heads, dim = cache.shape[2:]
             raise ValueError(
@@ -173,7 +173,7 @@ def _pages_of(call: KVCacheCall, batch: int) -> Tensor | None:
             f"{call.table_name}.shape={tuple(table.shape)} must be (batch={batch}, pages a "
             f"sequence) and the page size {call.k_cache.shape[1]} at least 1"
         )
-    rows = len(call.k_cache if table is None else table)
+    rows = (call.k_cache if table is None else table).shape[0]
     if index is not None:
         _check_batch_idx(call, index, batch, rows)
         return index[:, None] if table is None else table.index_select(0, index)

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilewise.api import canonical_inputs
 from tilewise.autograd import functions
 from tilewise.cache.rotary import apply_rotary
 from tilewise.core.device_errors import check_if_debugging
@@ -170,12 +169,8 @@ def _is_fusible(call: KVCacheCall, at: Places) -> bool:
 
 def _inputs(call: KVCacheCall, table: Tensor | None, lengths: Tensor) -> Inputs:
     """The queries against the caches where they lie."""
-    k_cache, v_cache = call.k_cache, call.v_cache
-    if table is None:
-        k_cache, v_cache = k_cache[: len(lengths)], v_cache[: len(lengths)]
-    return canonical_inputs(call.q, k_cache, v_cache, alibi_slopes=call.alibi_slopes)._replace(
-        cu_seqlens_q=call.cu_seqlens_q,
-        seqlens_k=lengths,
-        leftpad_k=call.cache_leftpad,
-        page_table=table,
-    )
+    k_cache, v_cache, batch = call.k_cache, call.v_cache, lengths.shape[0]
+    if table is None and k_cache.shape[0] > batch:
+        k_cache, v_cache = k_cache[:batch], v_cache[:batch]
+    places = call.cu_seqlens_q, None, lengths, call.cache_leftpad, table
+    return Inputs(call.q, k_cache, v_cache, *places, alibi_slopes=call.alibi_slopes)
