@@ -133,3 +133,5 @@ def main(backend: str, *only: str) -> None:
 
 if __name__ == "__main__":
     main(*sys.argv[1:])
+    sys.stdout.flush()
+    os._exit(0)  # PyTorch's autograd threads may crash a process that ends behind a backward: issue 38230
