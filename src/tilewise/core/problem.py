@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import itertools
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -155,7 +156,7 @@ class AttentionProblem:
 
     @functools.cached_property
     def _hash(self) -> int:
-        return hash(dataclasses.astuple(self))
+        return hash(_fields_of(self))
 
     def __hash__(self) -> int:
         return self._hash  # plans of launches and configurations are found by it, in many calls
@@ -218,6 +219,9 @@ class AttentionProblem:
             self.window_left,
             0 if self.causal else self.window_right,
         )
+
+
+_fields_of = attrgetter(*(field.name for field in dataclasses.fields(AttentionProblem)))
 
 
 def describe(inputs: Inputs, options: Options) -> AttentionProblem:

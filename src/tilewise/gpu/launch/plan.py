@@ -277,21 +277,25 @@ class LaunchPlan:
         self._tuples: list[tuple[int, Callable[[Addresses], Any]]] = []
         index_of = {id(t): n for n, t in enumerate(tensors) if t is not None}
         for argument in arguments:
+            kind, position = type(argument), len(self._arguments)
+            if kind is int or argument is None:  # as most are
+                self._arguments.append(argument)
+                continue
             argument = _address_of_own(argument, index_of)
-            position, value = len(self._arguments), [argument]
-            if is_descriptor(argument):
+            value = [argument]
+            if isinstance(argument, Tensor):
+                self._pointers.append((position, index_of[id(argument)]))
+                value = [None]
+            elif isinstance(argument, tuple):
+                value = [tuple([_address_of_own(item, index_of) for item in argument])]
+                if any([isinstance(item, Tensor) for item in value[0]]):
+                    self._tuples.append((position, _fill(value[0], index_of)))
+                    value = [None]
+            elif is_descriptor(argument):
                 encode = functools.partial(bound.encode, len(self._descriptors))
                 index, encoded = index_of[id(argument.base)], EncodedDescriptors(argument, encode)
                 self._descriptors.append((position, index, encoded))
                 value = [None, *encode(argument)[1:]]
-            elif isinstance(argument, Tensor):
-                self._pointers.append((position, index_of[id(argument)]))
-                value = [None]
-            elif isinstance(argument, tuple):
-                value = [tuple(_address_of_own(item, index_of) for item in argument)]
-                if any(isinstance(item, Tensor) for item in value[0]):
-                    self._tuples.append((position, _fill(value[0], index_of)))
-                    value = [None]
             self._arguments += value
 
     def __call__(self, tensors: Sequence[Tensor | None]) -> None:
