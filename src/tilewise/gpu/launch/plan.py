@@ -288,7 +288,7 @@ class LaunchPlan:
                 value = [None]
             elif isinstance(argument, tuple):
                 value = [tuple([_address_of_own(item, index_of) for item in argument])]
-                if any([isinstance(item, Tensor) for item in value[0]]):
+                if any(isinstance(item, Tensor) for item in value[0]):
                     self._tuples.append((position, _fill(value[0], index_of)))
                     value = [None]
             elif is_descriptor(argument):
