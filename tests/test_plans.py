@@ -7,7 +7,9 @@ import signal
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from decimal import Decimal
 
+import numpy as np
 import pytest
 import torch
 from torch.autograd import forward_ad
@@ -380,6 +382,21 @@ def test_bad_arguments_are_refused_after_good_calls():
             tilewise.attention(q, k, v, **bad)
     with pytest.raises(TypeError, match="key=list"):
         tilewise.attention(q, [k], v)
+
+
+@pytest.mark.parametrize(
+    ("name", "good", "wrong"),
+    [
+        *(("scale", 1, x) for x in (True, np.True_, 1 + 0j, Decimal(1))),
+        *(("softcap", 0.0, x) for x in (False, np.False_)),
+        *((name, value, float(value)) for name in ("causal", "deterministic") for value in (True, False)),
+    ],
+)
+def test_what_equals_a_good_argument_is_refused_after_it(name, good, wrong):
+    q, k, v = qkv()
+    tilewise.attention(q, k, v, **{name: good})
+    with pytest.raises(TypeError, match=f"{name}=.* must be"):
+        tilewise.attention(q, k, v, **{name: wrong})
 
 
 def test_whoever_watches_sees_the_call():

@@ -92,7 +92,9 @@ def find(
     """
     try:
         # whether there is a mask: `matches` would compare a tensor with None, which takes 10 us
-        key = (direction, is_grad_enabled(), tensors[0].shape, tensors[1].shape, tensors[MASK] is None, call)  # type: ignore[union-attr]
+        # types of options: True equals 1 and 1.0, but what is refused must not find the plan of what is not
+        key = (direction, is_grad_enabled(), tensors[0].shape, tensors[1].shape, tensors[MASK] is None, call,  # type: ignore[union-attr]
+            type((o := call[0]).causal), type(o.softcap), type(o.scale), type(o.deterministic))  # fmt: skip
         for entry in _entries.get(key, ()):
             if entry.matches(tensors):
                 entry.last_use = next(_clock)
