@@ -514,6 +514,8 @@ def test_the_default_dtype_and_layouts_are_seen():
         ),
         ({"mask_mod": lambda b, h, i, j: i < 10**30}, TypeError, "10+ must be an integer of 64 bits.*line"),
         ({"mask_mod": lambda b, h, i, j: (i + 1) ** -1 > 0}, TypeError, "no negative power.*line"),
+        ({"mask_mod": lambda b, h, i, j: i % 0 > 0}, TypeError, "division by 0.*line"),
+        ({"mask_mod": lambda b, h, i, j: i // 0 > 0}, TypeError, "division by 0.*line"),
         ({"mask_mod": lambda b, h, i, j: torch.ones(6).to_sparse()[i] > 0}, TypeError, "sparse.*dense.*line"),
         (
             {"mask_mod": lambda b, h, i, j: torch.max(i) > 0},
@@ -567,6 +569,25 @@ def test_errors_name_the_line(options, error, message):
     x = torch.randn(1, 6, 1, 4)
     with pytest.raises(error, match=message):
         tilewise.attention(x, x, x, **options, backend="tiled")
+
+
+@pytest.mark.parametrize(
+    "minus",
+    [
+        lambda i, j: (i > j) - (i < j),
+        lambda i, j: 1 - (i > j),
+        lambda i, j: torch.sub(i, i > j),
+        lambda i, j: i - True,
+        lambda i, j: -(i > j),
+    ],
+)
+def test_minus_takes_no_booleans(minus):
+    """As PyTorch has it, which tells a bool from a number where a kernel would not."""
+    x = torch.randn(1, 6, 1, 4)
+    with pytest.raises(RuntimeError, match="bool tensor"):
+        minus(torch.tensor(1), torch.tensor(2))
+    with pytest.raises(TypeError, match=r"minus takes no bool.*int\(\) \(line .*test_functions.py"):
+        tilewise.attention(x, x, x, score_mod=lambda s, b, h, i, j: s + minus(i, j))
 
 
 def test_a_kernel_names_the_line_too():

@@ -80,7 +80,7 @@ def _hypot(a: Any, b: Any) -> Any:
 
 
 def _isclose(a: Any, b: Any, rtol: float = 1e-5, atol: float = 1e-8) -> Any:
-    apart = abs(a * 1.0 - b)  # infinite are close to nothing else
+    apart = abs(a * 1.0 - b * 1.0)  # infinite are close to nothing else
     return (a == b) | ((apart < math.inf) & (apart <= atol + rtol * abs(b)))
 
 

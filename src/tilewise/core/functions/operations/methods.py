@@ -50,6 +50,17 @@ def _scaled(op: str) -> Callable[..., Proxy]:
     return method
 
 
+def _without_bools(method: Callable[..., Proxy]) -> Callable[..., Proxy]:
+    """Minus, which PyTorch refuses of booleans."""
+
+    def checked(r: Recorder, *operands: Any, **alpha: Any) -> Proxy:
+        if any(_proxy(r, x).kind == BOOL for x in operands):
+            raise TypeError("minus takes no bool, as in PyTorch: use ~, ^ or .int()")
+        return method(r, *operands, **alpha)
+
+    return checked
+
+
 def _div(r: Recorder, a: Any, b: Any, *, rounding_mode: str | None = None) -> Proxy:
     if rounding_mode == "floor":
         return r.add("floordiv", a, b)
@@ -265,6 +276,7 @@ METHODS |= {
     "arctan2": _formula("atan2"),
     **{op: _rounded(op) for op in ("floor", "ceil", "round", "trunc")}, "fix": _rounded("trunc"),
 }  # fmt: skip
+METHODS |= {name: _without_bools(METHODS[name]) for name in ("neg", "negative", "sub", "subtract", "rsub")}
 
 
 # ---- rows
