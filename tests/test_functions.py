@@ -572,6 +572,24 @@ def test_errors_name_the_line(options, error, message):
 
 
 @pytest.mark.parametrize(
+    "draw",
+    [
+        lambda s: torch.rand(()),
+        lambda s: torch.randn(6)[0],
+        lambda s: torch.randint(2, ()),
+        lambda s: torch.empty(()).uniform_(),
+        lambda s: torch.rand_like(s),
+        lambda s: nn.dropout(s, 0.5),
+    ],
+)
+def test_random_numbers_are_refused(draw):
+    """A trace would draw one for all scores of all calls."""
+    x = torch.randn(1, 6, 1, 4)
+    with pytest.raises(NotImplementedError, match=r"random numbers.*dropout_p.*line .*test_functions.py"):
+        tilewise.attention(x, x, x, score_mod=lambda s, b, h, i, j: s + draw(s))
+
+
+@pytest.mark.parametrize(
     "minus",
     [
         lambda i, j: (i > j) - (i < j),

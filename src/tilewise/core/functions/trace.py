@@ -175,7 +175,10 @@ def _definition(function: Any) -> str:
 
 
 class _Asked(TorchFunctionMode):
-    """Whether a function asks tensors for their shapes, or for what a trace is not kept by, as numbers."""
+    """Whether a function asks tensors for their shapes, or for what a trace is not kept by, as numbers.
+
+    Raises NotImplementedError for random numbers, which a trace would draw once for all scores.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -184,11 +187,25 @@ class _Asked(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        name = getattr(func, "__name__", "")
+        if _is_random(name):
+            raise NotImplementedError(
+                f"a mask or score function can't draw random numbers, as {name!r} does: dropout_p drops "
+                "weights, and a tensor that was drawn before the call can be indexed"
+            )
         if func in _OF_SHAPE:
             self.for_shapes = True
         elif func not in _KEPT_BY and not any(issubclass(t, Proxy | PartOfTensor | Row) for t in types):
             self.anything = True
         return func(*args, **(kwargs or {}))
+
+
+@functools.lru_cache(maxsize=MAX_TRACES)
+def _is_random(name: str) -> bool:
+    """Whether PyTorch's operator of this name draws random numbers."""
+    operator = getattr(torch.ops.aten, name, None)
+    overloads: list[str] = getattr(operator, "overloads", list)()
+    return any(torch.Tag.nondeterministic_seeded in getattr(operator, one).tags for one in overloads)
 
 
 _OF_SHAPE = frozenset({Tensor.shape.__get__, Tensor.size, Tensor.numel, Tensor.__len__})  # type: ignore[attr-defined]
