@@ -94,6 +94,28 @@ def scores_in_context(group, face, kind):
         close(unshard(g, seqlen=n, **where), getattr(wanted, of), f"d{of}")
 
 
+def compiled_in_context(group, face):
+    """Code compiled outside, and code compiled inside: results and gradients are those of eager mode."""
+
+    def call(q):
+        q = q * 2
+        if face == "sdpa":
+            return torch.nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True) * 3
+        return attention(q, q, q, causal=True, layout="bhsd") * 3
+
+    x = torch.randn(1, 2, 21, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    calls = [*(torch.compile(call, backend="aot_eager") for _ in range(2)), call]
+    calls[0](x)
+    with context_parallel(group=group, buffers=[x], buffer_seq_dims=[2]):
+        leaf = x.clone().requires_grad_()
+        outs = [function(leaf) for function in calls]
+        grads = [torch.autograd.grad(out, leaf, leaf.detach())[0] for out in outs]
+    assert outs[0].shape[2] < x.shape[2]
+    for out, grad in zip(outs[:2], grads[:2]):
+        close(out, outs[2], "out")
+        close(grad, grads[2], "gradient")
+
+
 def refused_in_context(group, change):
     x = torch.ones(1, 5, 2, 8)
     ends, unequal = torch.tensor([0, 2, 5]), lambda b, h, q, k: q != k

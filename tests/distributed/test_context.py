@@ -27,6 +27,11 @@ def test_masks_and_biases_have_columns_of_the_whole_sequence(pool, face, kind):
     pool.run(2, CASES, "scores_in_context", face, kind)
 
 
+@pytest.mark.parametrize("face", ["sdpa", "attention"])
+def test_compiled_code(pool, face):
+    pool.run(2, CASES, "compiled_in_context", face)
+
+
 REFUSED = {
     "documents": "cu_seqlens", "function": "packed calls", "statistics": "return_aux",
     "chunks": "attention_chunk", "weights": "return_attn_probs", "cache": "kvcache",

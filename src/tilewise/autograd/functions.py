@@ -26,6 +26,7 @@ from tilewise.core.problem import Gradients, Inputs, Options, describe, in_layou
 from tilewise.core.signature import LazyTensor, NoMemory, Request, all_resolved, resolved
 from tilewise.core.torch_private import (
     are_transforms_active,
+    between_graphs,
     forward_level,
     is_batched,
     is_plain_eager,
@@ -96,6 +97,7 @@ def is_unheard() -> bool:
     return _server is not None and not _thread.is_serving and not _thread.is_heard
 
 
+@between_graphs
 def heard(face: Callable[..., Any], arguments: dict[str, Any]) -> Any:
     """What a public function returns; if it refuses the call, the server is told."""
     unknown = arguments.pop("unknown", {})
@@ -116,6 +118,7 @@ def refuse(error: Exception) -> None:
         _server.refuse(error)
 
 
+@between_graphs
 def _served(*call: Any) -> tuple[Tensor, Any]:
     assert _server is not None
     _thread.is_serving = True

@@ -10,7 +10,7 @@ import importlib
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
-from functools import partial
+from functools import partial, wraps
 from operator import attrgetter
 from typing import Any
 
@@ -45,6 +45,18 @@ try:  # the public one imports the compiler, and Triton with it, where it decora
     from torch._compile import _disable_dynamo as not_compiled
 except ImportError:
     not_compiled = torch.compiler.disable
+
+
+def between_graphs(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, at whose calls compiled code breaks. Only there it imports the compiler."""
+    uncompiled = not_compiled(function)
+
+    @wraps(function)
+    def call(*arguments: Any) -> Any:
+        return (uncompiled if is_compiling() else function)(*arguments)
+
+    return call
+
 
 PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 

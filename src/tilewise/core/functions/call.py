@@ -15,7 +15,7 @@ from tilewise.core.functions.captured import check_indices, pack
 from tilewise.core.functions.options import as_options, key_shift
 from tilewise.core.functions.trace import check_function, trace
 from tilewise.core.problem import Inputs, Options
-from tilewise.core.torch_private import not_compiled
+from tilewise.core.torch_private import between_graphs
 
 MaskFunction = Callable[[Any, Any, Any, Any], Any]
 ScoreFunction = Callable[[Any, Any, Any, Any, Any], Any]
@@ -57,9 +57,7 @@ def with_functions(
     """
     if mask_mod is None and score_mod is None and block_mask is None and not is_learned(inputs.alibi_slopes):
         return inputs, options
-    # Only compiled code needs what keeps the compiler out, which imports the compiler.
-    add = _added_uncompiled if torch.compiler.is_compiling() else _added
-    return add(inputs, options, mask_mod, score_mod, block_mask, cached, is_shard, whole)
+    return _added(inputs, options, mask_mod, score_mod, block_mask, cached, is_shard, whole)  # type: ignore[no-any-return]
 
 
 def is_learned(alibi_slopes: Any) -> bool:
@@ -71,6 +69,7 @@ def is_learned(alibi_slopes: Any) -> bool:
     return not torch.compiler.is_compiling() and unpack_dual(alibi_slopes).tangent is not None
 
 
+@between_graphs
 def _added(
     inputs: Inputs, options: Options, mask_mod: MaskFunction | None, score_mod: ScoreFunction | None,
     block_mask: Any, cached: Cached | None, is_shard: bool, whole: Extent | None,
@@ -104,9 +103,6 @@ def _added(
     floats, integers, layout = buffers
     inputs = inputs._replace(captured_floats=floats, captured_integers=integers, captured_layout=layout)
     return inputs, options._replace(functions=functions.text)
-
-
-_added_uncompiled = not_compiled(_added)
 
 
 def _both(in_blocks: MaskFunction, mask_mod: MaskFunction | None) -> MaskFunction:
