@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import fields
 from pathlib import Path
 from unittest import mock
@@ -12,6 +13,7 @@ import torch
 import torch._dynamo.testing
 from hypothesis import given, settings, strategies as st
 from torch import library
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import tilewise
 import tilewise.nn
@@ -504,6 +506,45 @@ def test_compiled_calls_refuse_what_eager_calls_do():
     compiled(Aux(entropy=True))
     with served_by(mock.Mock()), pytest.raises(NotImplementedError, match="context_parallel"):
         compiled(Aux(entropy=True))
+
+
+@pytest.mark.parametrize("kind", ["meta", "fake"])
+@pytest.mark.parametrize("aux", COMPILED.values(), ids=COMPILED)
+def test_tensors_without_values_have_shapes_and_dtypes(kind, aux):
+    def measure(device):
+        """What shows of out, statistics and gradients."""
+        q, k, v = (
+            torch.zeros(2, 9, heads, 8, dtype=torch.bfloat16, device=device, requires_grad=True)
+            for heads in (4, 2, 2)
+        )
+        out, found = tilewise.attention(q, k, v, causal=True, return_aux=aux)
+        tensors = [out, *(t for name in aux.names for t in _tensors(getattr(found, name)))]
+        grads = torch.autograd.grad(sum(t.sum() for t in tensors if t.requires_grad), (q, k, v))
+        return [(t.shape, t.stride(), t.dtype, t.requires_grad) for t in (*tensors, *grads)]
+
+    with FakeTensorMode() if kind == "fake" else contextlib.nullcontext():
+        found = measure("meta" if kind == "meta" else "cpu")
+    assert found == measure("cpu")
+
+
+@pytest.mark.parametrize("kind", ["meta", "fake"])
+def test_what_tensors_without_values_are_told(kind):
+    device = "meta" if kind == "meta" else "cpu"
+    with FakeTensorMode() if kind == "fake" else contextlib.nullcontext():
+        cache = tilewise.KVCache(2, 32, 2, 8, dtype=torch.float32, device=device)
+        q, starts = torch.zeros(2, 9, 2, 8, device=device), torch.tensor([0, 7, 9], device=device)
+        _, found = tilewise.attention_with_cache(q, cache, q, q, return_aux=Aux(entropy=True))
+        assert found.entropy.shape == (2, 2, 9)
+        for wrong, error, message in (
+            ({"window": (-1, 0)}, ValueError, "window"),
+            ({"scale": True}, TypeError, "scale=True"),
+            ({"return_aux": Aux(rows=(9,))}, ValueError, r"rows=\(9,\) must be in"),
+            ({"backend": "hopper"}, NotImplementedError, "backend='hopper'"),
+        ):
+            with pytest.raises(error, match=message):
+                tilewise.attention(q, q, q, **{"return_aux": Aux(entropy=True), **wrong})
+        with pytest.raises(NotImplementedError, match="block_sum and rows of packed sequences"):
+            tilewise.attention_varlen(q[0], q[0], q[0], starts, starts, return_aux=Aux(block_sum=4))
 
 
 def test_while_another_thread_compiles(monkeypatch):

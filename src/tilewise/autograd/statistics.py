@@ -14,8 +14,7 @@ from typing import Any, Never
 import torch
 from torch import Tensor, library
 
-from tilewise.autograd import operators
-from tilewise.autograd.functions import is_served
+from tilewise.autograd import functions, operators
 from tilewise.autograd.operators import NUM_INPUTS, no_none, rebuild
 from tilewise.autograd.second_order import place
 from tilewise.core.checks import check_inputs
@@ -23,7 +22,7 @@ from tilewise.core.plan import Results, Watched
 from tilewise.core.problem import Gradients, Inputs, Options, describe, of_gradient
 from tilewise.core.signature import NoMemory, all_resolved, new_out, plain, resolved
 from tilewise.core.statistics import NOTHING, SCHEMA, Aux, Measured, Statistics, check_aux, new_measured
-from tilewise.core.torch_private import is_batched, is_plain, own_dtypes, while_tracing
+from tilewise.core.torch_private import is_batched, is_fake, is_plain, own_dtypes, while_tracing
 from tilewise.core.values import check_values
 from tilewise.dispatch import plans, statistics as dispatch
 from tilewise.dispatch.plans import Entry
@@ -38,6 +37,9 @@ _NO_SECOND = (
 _BREAKS = (
     "return_aux breaks the graph if it is no tilewise.Aux, or asks for the shapes that only values tell, "
     "block_sum or rows of packed sequences: fullgraph=False"
+)
+_NO_VALUES = (
+    "block_sum and rows of packed sequences have shapes that values tell, which meta and fake tensors lack"
 )
 NUM_AUX = len(Aux().scalars())
 _WATCHED = (
@@ -63,10 +65,15 @@ def attention(
     if not torch.compiler.is_compiling():
         return _attention(*call)
     # What is no Aux is refused between graphs: of an error in traced code later calls fail too.
-    if isinstance(aux, Aux) and (inputs.cu_seqlens_q is None or not (aux.block_sum or aux.rows)):
+    if isinstance(aux, Aux) and _are_shapes_known(inputs, aux):
         return _by_operator(inputs, options, backend, aux)
     _disable()
     return _disabled(*call)  # type: ignore[no-any-return]
+
+
+def _are_shapes_known(inputs: Inputs, aux: Aux) -> bool:
+    """Whether shapes tell those of the statistics."""
+    return inputs.cu_seqlens_q is None or not (aux.block_sum or aux.rows)
 
 
 @while_tracing
@@ -79,6 +86,8 @@ def _attention(
     inputs: Inputs, options: Options, backend: str | None, aux: Aux, are_values_known: bool
 ) -> tuple[Tensor, Tensor, Statistics]:
     entry, inputs = _entry(inputs, options, backend, aux)
+    if entry is None:
+        return _by_operator(inputs, options, backend, aux)
     problem = entry.plan.problem
     if problem.has_values and not are_values_known:
         check_values(problem, inputs, options)
@@ -102,13 +111,13 @@ def check(inputs: Inputs, options: Options, backend: str | None, aux: Aux) -> No
         _entry(inputs, options, backend, aux)
 
 
-def _entry(inputs: Inputs, options: Options, backend: str | None, aux: Aux) -> tuple[Entry, Inputs]:
-    """The forward's plan, and the inputs with their numbers in memory."""
-    if is_served():
+def _entry(inputs: Inputs, options: Options, backend: str | None, aux: Aux) -> tuple[Entry | None, Inputs]:
+    """The forward's plan, None where there are shapes alone, and the inputs with their numbers in memory."""
+    if functions.is_served():
         raise NotImplementedError("return_aux is not served inside of context_parallel: return_lse is")
     check_aux(aux)
     check_inputs(inputs)
-    if not is_plain(inputs.query):  # another thread may compile
+    if not (is_plain(inputs.query) or is_fake(inputs.query)):  # another thread may compile
         raise NotImplementedError(_WATCHED)
     if aux.needs_pass and backend is not None:  # before what the forward needs: the caller may have no values
         problem = describe(inputs, options)
@@ -118,7 +127,12 @@ def _entry(inputs: Inputs, options: Options, backend: str | None, aux: Aux) -> t
     try:
         entry = plans.forward_plan(inputs, options, backend, dispatch.request(aux))
     except NoMemory as error:
-        raise NotImplementedError(_WATCHED) from error
+        if not (inputs.query.is_meta or is_fake(inputs.query)):
+            raise NotImplementedError(_WATCHED) from error
+        if not _are_shapes_known(inputs, aux):
+            raise NotImplementedError(_NO_VALUES) from error
+        functions.check(inputs, options, backend)
+        return None, inputs
     aux.check(entry.plan.problem)
     return entry, inputs
 
@@ -206,6 +220,7 @@ def _statistics(*arguments: Any) -> tuple[Tensor, ...]:
     inputs, options, (*scalars, saves, backend) = rebuild(tuple(map(plain, arguments)))
     aux = Aux.of(scalars)
     entry, inputs = _entry(inputs, options, backend, aux)
+    assert entry is not None
     if entry.plan.problem.has_values:
         check_values(entry.plan.problem, inputs, options)
     (out, lse, residual), found = _measured(entry, inputs, options, backend, aux)

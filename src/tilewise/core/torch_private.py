@@ -98,6 +98,11 @@ def is_plain(query: Tensor) -> bool:
     return not watched and forward_level() < 0 and type(query) in PLAIN_TYPES
 
 
+def is_fake(t: Tensor) -> bool:
+    """Whether a tensor is of `FakeTensorMode`: its class, told by its name, has no public place."""
+    return type(t).__name__ == "FakeTensor"
+
+
 def is_plain_eager(query: Tensor) -> bool:
     """The same, and that nothing compiles: in no thread, as PyTorch has one flag for all."""
     return not is_compiling() and is_plain(query)
