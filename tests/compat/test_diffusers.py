@@ -208,6 +208,25 @@ def test_models_give_the_same(dispatch, calls, make):
         torch.testing.assert_close(ours, theirs, atol=1e-4 * theirs.abs().max().item() + 1e-6, rtol=1e-4)
 
 
+def test_a_model_that_calls_pytorch_is_told_by_its_processors(dispatch, calls):
+    from diffusers import SD3Transformer2DModel
+
+    model = SD3Transformer2DModel(
+        sample_size=8, patch_size=1, in_channels=4, num_layers=1, attention_head_dim=8, num_attention_heads=2,
+        joint_attention_dim=12, caption_projection_dim=16, pooled_projection_dim=8, out_channels=4,
+    )  # fmt: skip
+    model.set_attention_backend("tilewise")
+    model(
+        hidden_states=torch.randn(BATCH, 4, 8, 8), encoder_hidden_states=torch.randn(BATCH, 5, 12),
+        pooled_projections=torch.randn(BATCH, 8), timestep=torch.rand(BATCH),
+    )  # fmt: skip
+    model.reset_attention_backend()
+    assert not calls
+    for asks, other in ((False, model), (True, flux()[0])):  # as the guide tells them apart
+        processors = [getattr(module, "processor", None) for module in other.modules()]
+        assert any(hasattr(processor, "_attention_backend") for processor in processors) is asks
+
+
 # ---- a sequence in shards
 
 
