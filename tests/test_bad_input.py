@@ -178,6 +178,32 @@ def test_a_window_longer_than_any_sequence_is_none(backend, bound):
         assert torch.autograd.grad(found.sum(), query)[0].isfinite().all()
 
 
+NUMBERS_OF_NUMPY = [
+    {"scale": 1 / np.sqrt(16), "softcap": np.float64(3), "dropout_p": np.float64(0)},
+    {"scale": np.float32(0.5)}, {"softcap": np.int32(3)}, {"window": (np.int64(2), None)},
+    {"causal": np.True_}, {"deterministic": np.True_},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("options", NUMBERS_OF_NUMPY, ids=str)
+def test_numbers_of_numpy_in_compiled_code(options):
+    """Which has arrays for them. One of float64 is a constant of its graphs, others break them."""
+    x = torch.randn(2, 1, 9, 2, 16)
+    for fullgraph in (False, True):
+        torch._dynamo.reset()
+        compiled = torch.compile(
+            lambda q: tilewise.attention(q, q, q, **options), backend="aot_eager", fullgraph=fullgraph
+        )
+        if fullgraph and len(options) == 1:
+            with pytest.raises(
+                torch._dynamo.exc.Unsupported, match=r"of NumPy's torch\.\w+ is an array.*\(\)"
+            ):
+                compiled(x[0])
+        else:
+            for q in x:
+                torch.testing.assert_close(compiled(q), tilewise.attention(q, q, q, **options))
+
+
 @pytest.mark.parametrize("scale", [0.0, -0.2])
 def test_a_scale_that_turns_scores_around(scale):
     """PyTorch's kernel masks first: minus infinity times 0 is no number."""

@@ -35,6 +35,7 @@ from tilewise.core.problem import Inputs, Options, in_layout
 from tilewise.core.quantized import Quantized, inputs_of, is_quantized
 from tilewise.core.signature import all_resolved, resolved
 from tilewise.core.statistics import Aux
+from tilewise.core.torch_private import number
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -320,6 +321,7 @@ def products_of(inputs: Inputs, precision: str) -> str:
 def draw_seed(query: Tensor, dropout_p: float, generator: torch.Generator | None = None) -> Tensor | None:
     """A dropout seed, () int64; None if nothing is dropped."""
     check_tensors(query=query)
+    dropout_p = number("dropout_p", dropout_p)
     check_number("dropout_p", dropout_p)
     if not isinstance(generator, torch.Generator | None):
         raise TypeError(f"generator={shown(generator)} must be None or a torch.Generator")
@@ -371,6 +373,8 @@ def window_bounds(window: Window | None) -> Window:
         return NO_WINDOW
     fits = isinstance(window, tuple | list) and len(window) == 2
     if not fits or any(b is not None and (not isinstance(b, int | Integral) or b < 0) for b in window):
+        for bound in window if fits else ():
+            number("window", bound)  # which says more of NumPy's
         hint = ": None is unbounded, as -1 is in flash-attn" if fits and -1 in window else ""
         raise ValueError(
             f"window={shown(window)} must be (left, right), each None or an integer of at least 0{hint}"

@@ -220,7 +220,9 @@ def _watched_attention(
     """By the operator, where something has to see it."""
     if is_compiling():
         saves = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs)
-        return torch.ops.tilewise.attention(*inputs, *options, request.order, saves, backend)[:2]  # type: ignore[no-any-return]
+        return torch.ops.tilewise.attention(  # type: ignore[no-any-return]
+            *inputs, *operators.scalars(options), request.order, saves, backend
+        )[:2]
     check(inputs, options, backend)
     return Attention.apply(*inputs, *options, request.order, True, backend)[:2]  # type: ignore[no-any-return]
 

@@ -27,7 +27,7 @@ from tilewise.core.functions.expression import decode
 from tilewise.core.plan import Results
 from tilewise.core.problem import Gradients, Inputs, Options, describe
 from tilewise.core.signature import Request, all_resolved, new_out, plain
-from tilewise.core.torch_private import PLAIN_TYPES, is_plain_eager, own_dtypes
+from tilewise.core.torch_private import PLAIN_TYPES, is_plain_eager, number, own_dtypes
 from tilewise.dispatch import plans
 from tilewise.tiled import second_order
 
@@ -68,6 +68,11 @@ def rebuild(arguments: Sequence[Any]) -> tuple[Inputs, Options, tuple[Any, ...]]
     """`Inputs`, `Options`, and what follows them."""
     end = NUM_INPUTS + NUM_OPTIONS
     return Inputs(*arguments[:NUM_INPUTS]), Options(*arguments[NUM_INPUTS:end]), tuple(arguments[end:])
+
+
+def scalars(options: Options) -> tuple[Any, ...]:
+    """The options as an operator takes them from compiled code."""
+    return tuple(map(number, options._fields, options))
 
 
 def _attention(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:

@@ -211,7 +211,7 @@ def _by_operator(
     inputs: Inputs, options: Options, backend: str | None, aux: Aux
 ) -> tuple[Tensor, Tensor, Statistics]:
     saves = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs)
-    arguments = (*inputs, *options, *aux.scalars(), saves, backend)
+    arguments = (*inputs, *operators.scalars(options), *aux.scalars(), saves, backend)
     out, lse, _, *found = torch.ops.tilewise.attention_statistics(*arguments)
     return out, lse, Measured(*found).answer(aux, lse)
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilewise.core.torch_private import is_any_autocast_enabled, while_tracing
+from tilewise.core.torch_private import is_any_autocast_enabled, number, while_tracing
 
 PRECISIONS = ("ieee", "tf32", "fp8", "int8")
 EIGHT_BIT = ("fp8", "int8")  # query, key, weights and value are rounded to 8 bits
@@ -227,7 +227,7 @@ _ELSEWHERE = {
 def check_number(name: str, value: Any) -> None:
     """Raises TypeError if value is no number; a tensor is none, as it can change after it was looked at, and
     neither is a bool."""
-    if isinstance(value, bool) or not isinstance(value, Real | torch.SymFloat | torch.SymInt):
+    if isinstance(value, bool) or not isinstance(number(name, value), Real | torch.SymFloat | torch.SymInt):
         raise TypeError(f"{name}={shown(value)} must be a number")
     if isinstance(value, Integral) and abs(int(value)) >= HUGE:  # which no floating-point number is
         raise ValueError(f"{name}={shown(value)} must be of at most 128 bits")
@@ -244,7 +244,7 @@ def check_integers(least: int, most: int | None = None, /, **values: Any) -> Non
 
 def check_flag(name: str, value: Any) -> None:
     """Raises TypeError if value is neither true nor false; None is false."""
-    is_flag = value is None or isinstance(value, bool | torch.SymBool)
+    is_flag = value is None or isinstance(number(name, value), bool | torch.SymBool)
     is_flag = is_flag or type(value).__name__ in ("bool", "bool_")  # NumPy's, of 2 and of 1
     if not is_flag and not (isinstance(value, Integral) and value in (0, 1)):
         raise TypeError(f"{name}={shown(value)} must be True or False")

@@ -257,6 +257,20 @@ def flat_mesh(mesh: Any) -> Any:
     return flatten() if flatten else type(mesh)(mesh.device_type, mesh.mesh.flatten())
 
 
+def number(name: str, value: Any) -> Any:
+    """A number of NumPy's as one of Python's in compiled code, which has an array for it; else as it is.
+
+    Raises TypeError but for a float64, the only one that is a constant of the graph.
+    """
+    if not is_compiling() or type(value).__name__ != "ndarray":
+        return value
+    dtype = torch.as_tensor(value).dtype
+    if dtype != torch.float64:
+        kind = "float" if dtype.is_floating_point else "bool" if dtype == torch.bool else "int"
+        raise TypeError(f"{name} of NumPy's {dtype} is an array to compiled code: pass it by {kind}()")
+    return value.item()
+
+
 def while_tracing(function: Callable[..., Any]) -> Callable[..., Any]:
     """Dynamo calls the function where it meets it. As `torch.compiler.assume_constant_result`, which imports
     Dynamo and Triton."""
