@@ -18,8 +18,9 @@ class ForwardPlan(OutputPlan):
     def __init__(self, problem: AttentionProblem, signature: Signature, may_cut: bool = True) -> None:
         super().__init__(problem, signature)
         asked = signature.request.statistics
-        self.statistics = tuple("row_max" if name == "max_logit" else name for name in asked)
-        self.kernel = load("forward", forward_config(problem, self.given, may_cut, self.statistics))
+        statistics = tuple("row_max" if name == "max_logit" else name for name in asked)
+        config = forward_config(problem, self.given, may_cut, statistics)
+        self.kernel, self.statistics = load("forward", config), config.statistics
         if not problem.is_packed:
             self.division = self.divide(problem.seqlen_q)
             self.template.update(**self.division.words)
