@@ -49,7 +49,7 @@ def forward_config(
     problem: AttentionProblem, inputs: Inputs, may_cut: bool = True, statistics: tuple[str, ...] = ()
 ) -> Config:
     config = _tile_config(problem, inputs, BF16_FORWARD, _terms(problem, may_cut))
-    if config.terms != CUT[torch.float16]:  # whose scores are off by more than float32's, as statistics must not
+    if config.terms != CUT[torch.float16]:  # whose scores are less exact than statistics are to be
         config = replace(config, statistics=statistics)
     keys = 128 if problem.seqlen_k <= 128 else 256
     if (
