@@ -640,3 +640,21 @@ def test_an_interrupt_leaves_the_cache_unchanged(kind, monkeypatch):
             tilewise.attention_with_cache(x, cache, x, x)
         assert (cache.length(sequence) if kind == "pages" else int(cache.lengths)) == 3
     assert kind == "pages" or cache.is_mirrored
+
+
+@pytest.mark.parametrize("is_reserved", [False, True], ids=["a list", "a batch"])
+def test_a_step_that_fails_leaves_earlier_tokens_of_8_bits(is_reserved):
+    """Beside large new tokens they had been rounded to 0 when the run found a wrong index."""
+    cache = PagedKVCache(4, 16, 1, 8, dtype=torch.float8_e4m3fn)
+    sequence = cache.allocate()
+    small, large, table = torch.randn(1, 5, 1, 8) / 1000, torch.randn(1, 2, 1, 8) * 10000, torch.zeros(6)
+    cache.append(small, small, [sequence])
+    before = cache.gather(sequence)
+    batch = cache.reserve([sequence], 2) if is_reserved else [sequence]
+    with pytest.raises(IndexError, match="index 6 in dimension 0"):
+        tilewise.attention_with_cache(
+            large, cache, large, large, batch=batch, score_mod=lambda s, b, h, i, j: s + table[j]
+        )
+    if is_reserved:
+        cache.undo(batch)
+    assert all(map(torch.equal, cache.gather(sequence), before))

@@ -209,6 +209,7 @@ class ContiguousStep(Step[KVCache]):
 class PagedStep(Step[PagedKVCache]):
     def __init__(self, cache: PagedKVCache, batch: PagedBatch, is_reserved: bool) -> None:
         self.cache, self.batch, self.is_reserved = cache, batch, is_reserved
+        self.before: list[tuple[Tensor, Tensor]] = []  # memory, and what its written pages held
 
     def longest(self) -> int:
         if torch.compiler.is_compiling():  # the graph serves all lengths
@@ -237,6 +238,9 @@ class PagedStep(Step[PagedKVCache]):
         )
 
     def write(self, key: Tensor, value: Tensor | None) -> None:
+        if self.cache.key_scale is not None and not torch.compiler.is_compiling():
+            pages = self.batch.written.long()  # whose earlier tokens are rounded anew beside larger ones
+            self.before = [(t, t[pages]) for t in self.cache._tensors()]
         self.cache.write(key, value, self.batch)
 
     def fused_write(self, query: Tensor, key: Tensor, value: Tensor | None, rotary: Rotary | None) -> Tensor:
@@ -255,5 +259,7 @@ class PagedStep(Step[PagedKVCache]):
         return query
 
     def undo(self) -> None:
+        for t, held in self.before:
+            t[self.batch.written.long()] = held
         if not self.is_reserved:
             self.cache.undo(self.batch)
