@@ -127,6 +127,17 @@ def test_each_backend_by_name(backend, dtype):
         check_attention(q, k, v, backend=backend, lse_gradient=backend != "aten", **options)
 
 
+@pytest.mark.parametrize("backend", ["llvm", "aten", "tiled"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_bias_of_float32_is_not_rounded_to_16_bits(dtype, backend):
+    """Of which float16 would make infinity here, and bfloat16 steps of 512."""
+    q, k, v = (torch.randn(1, 40, 2, 16, dtype=dtype) for _ in range(3))
+    bias = 100000 + torch.randn(1, 2, 40, 40)
+    out = tilewise.attention(q, k, v, bias=bias, backend=backend)
+    expected = tilewise.attention(q.float(), k.float(), v.float(), bias=bias, backend="tiled")
+    torch.testing.assert_close(out.float(), expected, rtol=0, atol=0.03)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_aten_is_pytorchs_own(dtype):
     """Whose gradients exceed the error rule on some processors."""
@@ -237,9 +248,10 @@ def test_extreme_logits_give_no_nan():
 @pytest.mark.parametrize("backend", ["llvm", "aten", "tiled"])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("where", [0, 1, 2])
-def test_nan_and_inf_propagate_as_in_standard_attention(bad, where, backend):
-    qkv = [torch.randn(1, 300, 2, 16) for _ in range(3)]
-    qkv[where][0, 137, 1, 3] = bad
+@pytest.mark.parametrize("n", [5, 300])
+def test_nan_and_inf_propagate_as_in_standard_attention(n, bad, where, backend):
+    qkv = [torch.randn(1, n, 2, 16) for _ in range(3)]
+    qkv[where][0, n // 2, 1, 3] = bad
     q, k, v = (t.transpose(1, 2) for t in qkv)
     standard = torch.softmax(q @ k.mT / 4, -1) @ v
     out = tilewise.attention(*qkv, backend=backend).transpose(1, 2)

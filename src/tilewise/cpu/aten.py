@@ -49,6 +49,8 @@ def forward(problem: AttentionProblem, inputs: Inputs, request: Request) -> Resu
         return Retry("tiled")
     if attn_mask is not None:  # the kernel reports lse = 0 for a query that sees no key
         lse = lse.masked_fill(_sees_nothing(attn_mask, problem), float("-inf"))
+    if (lse == 0).any():  # as it does, with out = 0, for scores that are NaN or -inf
+        return Retry("tiled")
     lse = lse.contiguous()
     out = in_order(out.transpose(1, 2).contiguous(), request.order)
     return Results(out, lse, torch.zeros_like(lse) if request.residual else None)
@@ -82,7 +84,8 @@ def _sees_nothing(attn_mask: Tensor, problem: AttentionProblem) -> Tensor:
 def _additive_mask(inputs: Inputs) -> Tensor | None:
     dtype = inputs.query.dtype
     if inputs.bias is not None:
-        return inputs.bias.to(dtype)
+        is_wider = dtype.itemsize == 2 and inputs.bias.dtype != dtype  # such scores are in float32
+        return inputs.bias.to(torch.float32 if is_wider else dtype)
     if inputs.mask is None:
         return None
     zero = torch.zeros((), dtype=dtype, device=inputs.mask.device)
