@@ -232,7 +232,7 @@ class QueryTile:
     def store(self, t: Tensor, tile: Tensor) -> None:
         """Write a folded tile into a query-shaped tensor."""
         rows = self.tiles.rows(t)[:, :, self.i0 : self.i1]
-        rows.copy_(tile.view(rows.shape))
+        rows.copy_(tile.reshape(rows.shape))
 
     def store_lse(self, t: Tensor, column: Tensor) -> None:
         """Write a folded column into a tensor like lse."""
