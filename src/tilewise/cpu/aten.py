@@ -49,7 +49,7 @@ def forward(problem: AttentionProblem, inputs: Inputs, request: Request) -> Resu
         return Retry("tiled")
     if attn_mask is not None:  # the kernel reports lse = 0 for a query that sees no key
         lse = lse.masked_fill(_sees_nothing(attn_mask, problem), float("-inf"))
-    if (lse == 0).any():  # as it does, with out = 0, for scores that are NaN or -inf
+    if ((lse == 0) | lse.isposinf()).any():  # which it reports, with out = 0, for scores that are NaN or inf
         return Retry("tiled")
     lse = lse.contiguous()
     out = in_order(out.transpose(1, 2).contiguous(), request.order)
