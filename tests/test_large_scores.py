@@ -72,6 +72,22 @@ def test_products_that_are_large(seqlen_k, seqlen_q, backend, dtype):
         assert all(report.is_within for report in reports), "\n".join(map(str, reports))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("backend", ["llvm", "tiled"])
+@pytest.mark.parametrize("seqlen_q", [2, 90])
+def test_a_scale_that_rounds_large_products(seqlen_q, backend, dtype):
+    """Each query gives out the value of its largest score."""
+    q, k, v = (torch.randn(1, n, 2, 16).to(dtype) for n in (seqlen_q, 90, 90))
+    v.requires_grad_()
+    for scale in (1e8 / 3, 1e11 / 3, 1e28 / 3):
+        best = torch.einsum("bihd,bjhd->bhij", q.double(), k.double()).argmax(-1)
+        chosen = torch.nn.functional.one_hot(best, 90).to(dtype)  # (batch, heads, queries, keys)
+        out = tilewise.attention(q, k, v, scale=scale, backend=backend)
+        assert torch.equal(out, torch.einsum("bhij,bjhd->bihd", chosen, v))
+        (dv,) = torch.autograd.grad(out.sum(), v)
+        assert torch.equal(dv, chosen.sum(2)[..., None].transpose(1, 2).expand_as(v))
+
+
 def differences(query, key, value, backend, scale):
     """The gradient of value by a backend against the formula."""
     leaves = [t.detach().clone().requires_grad_() for t in (query, key, value)]

@@ -15,7 +15,7 @@ from dataclasses import replace
 
 from tilewise.cpu.dsl.bf16_products import TILE, cut, paired, rounded, words
 from tilewise.cpu.dsl.control import loop, when
-from tilewise.cpu.dsl.vector import Operand, Value, fma, maximum, minimum, select
+from tilewise.cpu.dsl.vector import Operand, Value, maximum, minimum, select
 from tilewise.cpu.kernels.backward import BackwardKernel
 from tilewise.cpu.kernels.common.dropout import TileDropout
 from tilewise.cpu.kernels.common.products import at
@@ -103,7 +103,7 @@ class BFloat16BackwardKernel(BackwardKernel):
 
     def weight(self, s: Operand, shift: Operand, factor: Operand) -> Value:
         """factor * exp(s - shift)."""
-        below = s - shift if self.rest is None else fma(s, self.rest, -shift)
+        below = s - shift if self.rest is None else s * self.rest - shift
         return self.products.power(below) * factor
 
     def keep_bias_gradient(self, r: Value, k: int, ds: list[Value]) -> None:

@@ -273,7 +273,8 @@ class ForwardKernel:
             kept = dropout and dropout.kept(j, GROUP)
             for v, c in enumerate(shape.columns()):
                 s = [self.s_t.at(j, c)[r, 0].load(shape.lanes) for r in range(GROUP)]
-                x = [s_r - m[v] if self.rest is None else fma(s_r, self.rest, -m[v]) for s_r in s]
+                # rounded as m was, or beside scores over 1e9 the difference would be noise
+                x = [s_r - m[v] if self.rest is None else s_r * self.rest - m[v] for s_r in s]
                 p = [products.power(x_r) for x_r in x]
                 l[v].set(l[v] + ((p[0] + p[1]) + (p[2] + p[3])))
                 if self.has_entropy:
