@@ -329,6 +329,12 @@ def test_pages(name):
     assert message in str(caught.value)
 
 
+def test_left_padding_wants_lengths():
+    inputs = Inputs(x(2, 1, 2, 8), x(2, 4, 2, 8), x(2, 4, 2, 8), leftpad_k=T([0, 3]))
+    with pytest.raises(ValueError, match="seqlens_k=None must give each sequence's length"):
+        describe(inputs, Options())
+
+
 def test_unused_page_entries_may_hold_anything():
     inputs = Inputs(
         x(1, 1, 2, 8), x(5, 4, 2, 8), x(5, 4, 2, 8), page_table=T([[3, -1, 99]]), seqlens_k=T([4])

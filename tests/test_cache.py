@@ -132,7 +132,7 @@ def test_left_padding_alone_and_paged_gradients():
     assert torch.autograd.gradgradcheck(paged, leaves)
 
     x = torch.randn(2, 6, 2, 4)
-    inputs = Inputs(x, x, x, leftpad_k=torch.tensor([0, 4]))
+    inputs = Inputs(x, x, x, seqlens_k=torch.tensor([6, 6]), leftpad_k=torch.tensor([0, 4]))
     out, _ = autograd.attention(inputs, Options(), None)
     exact, _ = reference.attention(x[1:], x[1:, 4:], x[1:, 4:])
     torch.testing.assert_close(out[1:].double(), exact, rtol=1e-5, atol=1e-6)

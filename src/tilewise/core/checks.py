@@ -92,8 +92,8 @@ def check_shapes(s: Any, is_packed: bool, is_paged: bool) -> int:
             f"page_table.shape={tuple(s.page_table.shape)} must be (batch={batch}, pages a sequence) "
             f"and the page size {k[1]} at least 1"
         )
-    if is_paged and s.seqlens_k is None:
-        raise ValueError("seqlens_k=None must give each sequence's length when page_table is given")
+    if (is_paged or s.leftpad_k is not None) and s.seqlens_k is None:
+        raise ValueError("seqlens_k=None must give each sequence's length with page_table or leftpad_k")
     for name in ("key_scale", "value_scale"):
         t = getattr(s, name)
         in_pages = t is not None and s.key_blocks is None

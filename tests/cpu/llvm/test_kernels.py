@@ -658,8 +658,9 @@ def test_refusals_say_why(monkeypatch):
     biased = qkv()._replace(bias=torch.zeros(1, 1, 70, 1, requires_grad=True))
     assert "broadcast over keys" in llvm.supports(describe(biased, Options()), is_backward=True)
     padded = qkv(2)._replace(
-        bias=torch.zeros(1, 1, 70, 90, requires_grad=True), leftpad_k=torch.tensor([0, 3], dtype=torch.int32)
-    )
+        bias=torch.zeros(1, 1, 70, 90, requires_grad=True), seqlens_k=torch.tensor([90, 90]),
+        leftpad_k=torch.tensor([0, 3], dtype=torch.int32),
+    )  # fmt: skip
     assert "left padding" in llvm.supports(describe(padded, Options()), is_backward=True)
     monkeypatch.setattr(kernels.importlib.util, "find_spec", lambda name: None)
     assert "llvmlite" in llvm.supports(problem)
