@@ -426,7 +426,7 @@ STEPS = {  # options, more tensors of a step, and backends that serve it by deco
     "alibi": (Options(causal=True), {"alibi_slopes": ((8,), torch.float32)}, ("hopper", "triton")),
     "8 bits": (Options(causal=True), dict.fromkeys(SCALES, ((16, 2), torch.float32)), ("hopper", "triton")),
     "mask": (Options(), {"mask": ((3, 1, 1, 512), torch.bool)}, ("triton",)),
-    "left padding": (Options(causal=True), {"leftpad_k": ((3,), torch.int32)}, ("triton",)),
+    "left padding": (Options(causal=True), {"leftpad_k": ((3,), torch.int32)}, ("hopper", "triton")),
 }
 
 
@@ -476,6 +476,8 @@ MANY_QUERIES = {  # options, and more tensors, of forwards that are no decoding
     "pages": (Options(causal=True), PAGES),
     "packed queries, lengths": (Options(causal=True, max_seqlen_q=90), PACKED | LENGTHS),
     "packed queries, pages": (Options(causal=True, max_seqlen_q=90), PACKED | PAGES),
+    "left padding": (Options(causal=True), LENGTHS | {"leftpad_k": ((2,), torch.int32)}),
+    "left padding, pages": (Options(causal=True), PAGES | {"leftpad_k": ((2,), torch.int32)}),
     "sinks, pages": (Options(window_left=70), PACKED | PAGES | {"sinks": ((4,), torch.float32)}),
 }
 

@@ -173,6 +173,8 @@ def case_inputs(case: Case) -> Inputs:
         fields["page_table"] = make(case.batch, 512 // case.page_size, dtype=torch.int32)
     if "lengths" in case.extras or "paged" in case.extras:
         fields["seqlens_k"] = make(case.batch, dtype=torch.int32)
+    if "leftpad" in case.extras:
+        fields["leftpad_k"] = make(case.batch, dtype=torch.int32)
     if "mask" in case.extras:
         fields["mask"] = make(2, 1, lengths["q"], 512, dtype=torch.bool)
     if "bias" in case.extras:

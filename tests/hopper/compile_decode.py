@@ -28,6 +28,16 @@ CASES = {
     "many_sequences": Case(128, 128, options=CAUSAL, extras=("lengths",), seqlen_q=1, batch=256),
     "d64_paged": Case(64, 64, torch.float16, CAUSAL, ("paged",), seqlen_q=1, kv_heads=2),
     "d128_paged": Case(128, 128, options=CAUSAL, extras=("paged",), seqlen_q=2, kv_heads=2),
+    "left_padding": Case(128, 128, options=CAUSAL, extras=("lengths", "leftpad"), seqlen_q=1, heads=8),
+    "left_padding_d64_paged": Case(
+        64, 64, torch.float16, CAUSAL, ("paged", "leftpad"), seqlen_q=1, kv_heads=2, page_size=64
+    ),
+    "left_padding_d128_paged": Case(
+        128, 128, options=CAUSAL, extras=("paged", "leftpad"), seqlen_q=2, kv_heads=2
+    ),
+    "8_bits_left_padding": Case(
+        128, 128, options=CAUSAL, extras=("paged", "8 bits", "leftpad"), seqlen_q=1, kv_heads=1, page_size=64
+    ),
     "8_bits": Case(
         128, 128, options=CAUSAL, extras=("paged", "8 bits"), seqlen_q=1, kv_heads=1, page_size=64
     ),

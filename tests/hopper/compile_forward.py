@@ -136,6 +136,18 @@ CASES = {
     ),
     "pages_of_16_d192_128": Case(192, 128, options={"causal": True}, extras=("paged",)),
     "pages_of_16_d256": Case(256, 256, extras=("paged",)),
+    "left_padding_d64": Case(64, 64, options={"causal": True}, extras=("lengths", "leftpad")),
+    "left_padding_d128": Case(128, 128, options={"causal": True}, extras=("lengths", "leftpad")),
+    "left_padding_pages_of_16_d64": Case(
+        64, 64, options={"causal": True}, extras=("paged", "leftpad"), kv_heads=2
+    ),
+    "left_padding_pages_of_16_d128": Case(
+        128, 128, options={"causal": True}, extras=("paged", "packed_queries", "leftpad")
+    ),
+    "left_padding_pages_of_256_window": Case(
+        128, 128, options={"window_left": 128, "window_right": 0}, extras=("paged", "leftpad"), page_size=256
+    ),
+    "left_padding_pages_of_128_d256": Case(256, 256, extras=("paged", "leftpad"), page_size=128),
     "few_queries": Case(128, 128, options={"causal": True}, heads=8, kv_heads=1, seqlen_q=4),
 }
 

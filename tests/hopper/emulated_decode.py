@@ -1,6 +1,7 @@
 """Check the decoding kernels on the CPU, run by `emulator`: prints one line a case, fails on the first error.
 
-Caches hold NaN wherever no sequence has a token; workers are few, so that splits end anywhere.
+Caches hold NaN wherever no sequence has a token, and page numbers before a sequence's first page lead astray.
+Workers are few, so that splits end anywhere.
 """
 
 from __future__ import annotations
@@ -63,6 +64,63 @@ CASES: dict[str, tuple[int, int, int, int, int, int | None, int, dict[str, Any]]
     "sinks": (2, 4, 2, 64, 64, None, 3, {"sinks": True, "causal": True}),
     "alibi": (3, 4, 2, 128, 128, None, 3, {"alibi": True, "causal": True}),
     "alibi_softcap": (3, 4, 1, 64, 64, 64, 3, {"alibi": True, "softcap": 5.0}),
+    "left_padding": (2, 4, 2, 128, 128, None, 5, {"causal": True, "leftpad": [77, 0, 1, 500, 3]}),
+    "left_padding_one_sequence": (1, 2, 1, 64, 64, None, 3, {"lengths": [700], "leftpad": [130]}),
+    "left_padding_window": (
+        4,
+        4,
+        2,
+        64,
+        64,
+        16,
+        6,
+        {"window_left": 70, "window_right": 1, "leftpad": [250, 0, 0, 3, 20]},
+    ),
+    "left_padding_alibi": (
+        3,
+        4,
+        2,
+        128,
+        128,
+        64,
+        3,
+        {"alibi": True, "sinks": True, "leftpad": [70, 0, 1, 63, 60]},
+    ),
+    "left_padding_pages_of_8": (1, 4, 2, 64, 64, 8, 4, {"leftpad": [299, 0, 0, 130, 57]}),
+    "left_padding_pages_of_16": (2, 4, 2, 128, 128, 16, 4, {"causal": True, "leftpad": [17, 0, 0, 515, 49]}),
+    "left_padding_pages_of_64": (2, 4, 2, 128, 128, 64, 9, {"leftpad": [120, 0, 1, 513, 5]}),
+    "left_padding_pages_of_256": (2, 4, 2, 64, 64, 256, 4, {"causal": True, "leftpad": [256, 0, 1, 390, 40]}),
+    "left_padding_8_bits": (1, 8, 2, 128, 128, 64, 3, {"8 bits": True, "leftpad": [77, 0, 1, 515, 9]}),
+    "left_padding_8_bits_pages_of_16": (
+        16,
+        4,
+        1,
+        64,
+        64,
+        16,
+        4,
+        {"causal": True, "8 bits": True, "leftpad": [31, 0, 0, 130, 50]},
+    ),
+    "wrong_left_padding": (
+        1,
+        4,
+        2,
+        64,
+        64,
+        None,
+        3,
+        {"leftpad": [301, 0, -1, 516, 64], "wrong": {0: None, 2: None}},
+    ),
+    "wrong_left_padding_in_pages": (
+        2,
+        4,
+        2,
+        128,
+        128,
+        16,
+        5,
+        {"leftpad": [-7, 3, 1, 200, 20], "wrong": {0: None, 1: None, 3: (20, 900)}},
+    ),
     "wrong_lengths": (
         2,
         4,
@@ -134,9 +192,14 @@ def check(name: str) -> float:
     if has_sink:  # a first key that has nearly all weight, and no value: the others have 2^-26 each
         q, k, v = torch.ones_like(q), torch.zeros_like(k), torch.full_like(v, 400.0)
         k[:, 0], v[:, 0] = 26 * 0.6931 / dim**0.5, 0.0
-    beyond = (torch.arange(capacity) >= lengths[:, None])[..., None, None]
+    starts = options.pop("leftpad", [0] * batch)
+    pads = torch.tensor(starts, dtype=torch.int32)
+    beyond = torch.arange(capacity) >= lengths[:, None]
+    beyond = (beyond | (torch.arange(capacity) < pads[:, None]))[..., None, None]
     stored = [t.masked_fill(beyond, NAN) for t in (k, v)]
     extras: dict[str, torch.Tensor] = {} if is_dense else {"seqlens_k": lengths}
+    if any(starts):
+        extras["leftpad_k"] = pads
     if page_size is not None:
         extras["page_table"] = torch.randperm(batch * capacity // page_size).view(batch, -1).int()
         stored = [in_pages(t, page_size, extras["page_table"]) for t in stored]
@@ -151,6 +214,8 @@ def check(name: str) -> float:
                 (pages.float() * scale[:, None, :, None])[extras["page_table"].long()].flatten(1, 2)
                 for pages, scale in zip(stored, scales)
             )
+        ends = (torch.arange(capacity // page_size) + 1) * page_size
+        extras["page_table"].masked_fill_(ends <= pads[:, None], -1)  # pages before a sequence are not read
         for b, place in wrong.items():
             if place is not None:
                 extras["page_table"][b, place[0]] = place[1]
@@ -171,13 +236,13 @@ def check(name: str) -> float:
     check_reported(bool(wrong))
     visibility = problem.visibility()
     worst = 0.0
-    for b, length in enumerate(all_lengths):
+    for b, (pad, length) in enumerate(zip(starts, all_lengths)):
         if b in wrong:
             assert out[b].isnan().all() and lse[b].isnan().all(), f"{name}: sequence {b}"
             continue
         mine = own | {n: t[b : b + 1] for n, t in own.items() if t.ndim == 2}
         exact_out, exact_lse = reference.attention(
-            q[b : b + 1], k[b : b + 1, :length], v[b : b + 1, :length], scale=problem.scale,
+            q[b : b + 1], k[b : b + 1, pad:length], v[b : b + 1, pad:length], scale=problem.scale,
             softcap=problem.softcap, window=(visibility.left, visibility.right), **mine,
         )  # fmt: skip
         assert torch.equal(lse[b : b + 1].isneginf(), exact_lse.isneginf()), name

@@ -1,7 +1,8 @@
 """Check the forward kernel on caches on the CPU, by `emulator`: one line a case, fails on the first error.
 
-Caches hold NaN wherever no sequence has a token, and page tables lead astray behind a sequence's last page.
-Where a length or a page is wrong, all rows of the sequence are NaN, and `check_errors` raises.
+Caches hold NaN wherever no sequence has a token, and page tables lead astray before a sequence's first page
+and behind its last. Where a length, a left padding or a page is wrong, all rows of the sequence are NaN, and
+`check_errors` raises.
 """
 
 from __future__ import annotations
@@ -49,6 +50,56 @@ CASES: dict[str, tuple[int | list[int], int, int, int, int, int | None, dict[str
     "softcap_sinks": (90, 4, 2, 64, 64, 16, {"softcap": 3.0, "causal": True, "sinks": True}),
     "alibi": (140, 4, 2, 64, 64, None, {"alibi": True, "causal": True}),
     "alibi_pages": ([40, 3, 1, 129, 0], 8, 2, 128, 128, 16, {"alibi": True}),
+    "left_padding": (150, 2, 2, 128, 128, None, {"causal": True, "leftpad": [77, 0, 1, 500, 3]}),
+    "left_padding_long": (
+        300,
+        3,
+        1,
+        64,
+        64,
+        None,
+        {"lengths": [768, 768], "leftpad": [9, 766]},
+    ),
+    "left_padding_window": (90, 2, 1, 64, 64, 128, {"window_left": 100, "leftpad": [250, 0, 0, 3, 120]}),
+    "left_padding_float16": (
+        150,
+        2,
+        1,
+        64,
+        64,
+        64,
+        {"float16": True, "lengths": [768, 100], "causal": True, "leftpad": [70, 90]},
+    ),
+    "left_padding_alibi": (140, 4, 2, 64, 64, 64, {"alibi": True, "leftpad": [65, 0, 1, 70, 60]}),
+    "left_padding_pages_of_8": (70, 2, 1, 64, 64, 8, {"causal": True, "leftpad": [299, 0, 0, 130, 57]}),
+    "left_padding_pages_of_16": (
+        [70, 17, 1, 150, 4],
+        4,
+        2,
+        128,
+        128,
+        16,
+        {"causal": True, "leftpad": [17, 0, 0, 515, 49]},
+    ),
+    "left_padding_pages_of_256": (70, 2, 1, 128, 128, 256, {"sinks": True, "leftpad": [256, 0, 1, 390, 40]}),
+    "wrong_left_padding": (
+        140,
+        2,
+        1,
+        64,
+        64,
+        None,
+        {"leftpad": [301, 0, -1, 516, 64], "wrong": {0: None, 2: None}},
+    ),
+    "wrong_left_padding_in_pages": (
+        [20, 3, 1, 9, 30],
+        4,
+        2,
+        128,
+        128,
+        16,
+        {"leftpad": [-7, 3, 1, 200, 20], "wrong": {0: None, 1: None, 3: (20, 900)}},
+    ),
     "by_head": (140, 2, 2, 64, 64, 64, {"causal": True, "by_head": True}),
 }
 
@@ -64,18 +115,26 @@ def check(name: str) -> float:
     batch, lengths = len(given), torch.tensor(given, dtype=torch.int32)
     own_q = queries if isinstance(queries, list) else [queries] * batch
     ends = [0, *itertools.accumulate(own_q)]
-    q = torch.randn(ends[-1], heads, dim).bfloat16()
-    k, v = (torch.randn(batch, capacity, kv_heads, d).bfloat16() for d in (dim, dim_v))
-    beyond = (torch.arange(capacity) >= lengths[:, None])[..., None, None]
+    dtype = torch.float16 if options.pop("float16", False) else torch.bfloat16
+    q = torch.randn(ends[-1], heads, dim).to(dtype)
+    k, v = (torch.randn(batch, capacity, kv_heads, d).to(dtype) for d in (dim, dim_v))
+    starts = options.pop("leftpad", [0] * batch)
+    pads = torch.tensor(starts, dtype=torch.int32)
+    beyond = torch.arange(capacity) >= lengths[:, None]
+    beyond = (beyond | (torch.arange(capacity) < pads[:, None]))[..., None, None]
     stored = [t.masked_fill(beyond, NAN) for t in (k, v)]
     extras: dict[str, torch.Tensor] = {"seqlens_k": lengths}
+    if any(starts):
+        extras["leftpad_k"] = pads
     if page_size is not None:
         table = torch.randperm(batch * capacity // page_size).view(batch, -1).int()
         stored = [in_pages(t, page_size, table) for t in stored]
-        is_unused = torch.arange(table.shape[1]) * page_size >= lengths[:, None]
+        first_rows = torch.arange(table.shape[1]) * page_size
+        is_unused = (first_rows >= lengths[:, None]) | (first_rows + page_size <= pads[:, None])
         extras["page_table"] = table.masked_fill(is_unused, 1 << 30)
-        for b, (column, page) in wrong.items():
-            extras["page_table"][b, column] = page
+        for b, place in wrong.items():
+            if place is not None:
+                extras["page_table"][b, place[0]] = place[1]
     if by_head:
         stored = [t.transpose(1, 2).contiguous().transpose(1, 2) for t in stored]
     if isinstance(queries, list):
@@ -98,7 +157,7 @@ def check(name: str) -> float:
             assert out[start:end].isnan().all() and lse[:, start:end].isnan().all(), f"{name}: sequence {b}"
             continue
         exact_out, exact_lse = reference.attention(
-            q[None, start:end], k[b : b + 1, : held[b]], v[b : b + 1, : held[b]], scale=problem.scale,
+            q[None, start:end], *(t[b : b + 1, starts[b] : held[b]] for t in (k, v)), scale=problem.scale,
             softcap=problem.softcap, window=(visibility.left, visibility.right), **sinks,
             alibi_slopes=None if slopes is None else slopes[b : b + 1],
         )  # fmt: skip

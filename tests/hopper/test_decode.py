@@ -33,16 +33,22 @@ def cached(
     page_size: int | None = None,
     dtype: torch.dtype = torch.bfloat16,
     lengths: list[int] = LENGTHS,
+    leftpad: list[int] | None = None,
 ) -> tuple[Inputs, Tensor, Tensor]:
-    """A cache that holds NaN wherever no sequence has a token, and its keys and values."""
+    """A cache that holds NaN wherever no sequence has a token, and its keys and values.
+
+    leftpad: rows of each sequence that are no tokens, at its beginning.
+    """
     batch, capacity = len(lengths), -(-max(lengths) // 256) * 256
     held = torch.tensor(lengths, dtype=torch.int32, device="cuda")
     q = torch.randn(batch, queries, heads[0], dims[0], device="cuda").to(dtype)
     k, v = (torch.randn(batch, capacity, heads[1], d, device="cuda").to(dtype) for d in dims)
-    beyond = (torch.arange(capacity, device="cuda") >= held[:, None])[..., None, None]
-    stored = [t.masked_fill(beyond, NAN) for t in (k, v)]
+    pads = None if leftpad is None else torch.tensor(leftpad, dtype=torch.int32, device="cuda")
+    row = torch.arange(capacity, device="cuda")
+    beyond = row >= held[:, None] if pads is None else (row < pads[:, None]) | (row >= held[:, None])
+    stored = [t.masked_fill(beyond[..., None, None], NAN) for t in (k, v)]
     if page_size is None:
-        return Inputs(q, *stored, seqlens_k=held), k, v
+        return Inputs(q, *stored, seqlens_k=held, leftpad_k=pads), k, v
     table = torch.randperm(batch * capacity // page_size, device="cuda").view(batch, -1).int()
     pools = []
     for t in stored:
@@ -50,7 +56,7 @@ def cached(
         pool = torch.full_like(torch.cat([pages, pages[:1]]), NAN)
         pool[table.flatten().long()] = pages
         pools.append(pool)
-    return Inputs(q, *pools, seqlens_k=held, page_table=table), k, v
+    return Inputs(q, *pools, seqlens_k=held, leftpad_k=pads, page_table=table), k, v
 
 
 def check(
@@ -62,10 +68,12 @@ def check(
     cfg: DecodeConfig = replace(decode_launch.decode_config(problem), **(config or {}))
     out, lse = decode_launch.forward(decode_launch.KERNELS, problem, inputs, cfg)
     assert inputs.seqlens_k is not None
-    for b, length in enumerate(inputs.seqlens_k.tolist()):
+    lengths = inputs.seqlens_k.tolist()
+    leftpad = [0] * len(lengths) if inputs.leftpad_k is None else inputs.leftpad_k.tolist()
+    for b, (pad, length) in enumerate(zip(leftpad, lengths)):
         extras = {n: t for n in ("sinks", "alibi_slopes") if (t := getattr(inputs, n)) is not None}
         extras = {n: t[b : b + 1] if t.ndim == 2 else t for n, t in extras.items()}
-        own = inputs.query[b : b + 1], k[b : b + 1, :length], v[b : b + 1, :length]
+        own = inputs.query[b : b + 1], k[b : b + 1, pad:length], v[b : b + 1, pad:length]
         exact, base = (
             reference.attention(*own, dtype=dtype, window=(left, right), **options, **extras)
             for dtype in (torch.float64, out.dtype)
@@ -85,6 +93,14 @@ def test_queries_and_groups(queries: int, heads: tuple[int, int]):
 @pytest.mark.parametrize("dim", [64, 128])
 def test_pages(page_size: int, dim: int):
     check(*cached(3, (8, 2), (dim, dim), page_size), causal=True)
+
+
+@pytest.mark.parametrize("page_size", [None, 8, 16, 64, 256])
+@pytest.mark.parametrize("dim", [64, 128])
+def test_left_padding(page_size: int | None, dim: int):
+    inputs, k, v = cached(3, (8, 2), (dim, dim), page_size, leftpad=[77, 0, 4931, 0, 250, 64])
+    check(inputs, k, v, causal=True)
+    check(inputs, k, v, window=(300, 1))
 
 
 def in_8_bits(inputs: Inputs) -> tuple[Inputs, Tensor, Tensor]:

@@ -36,16 +36,16 @@ def cached(
 
 
 def test_what_is_served():
-    for served in (cached(16), cached(heads=64), cached(page_size=16), cached(dim=128)):
+    leftpad = torch.empty(2, dtype=torch.int32, device="meta")
+    padded = cached(leftpad_k=leftpad)
+    for served in (cached(16), cached(heads=64), cached(page_size=16), cached(dim=128), padded):
         assert decode_launch.supports(served) is None
     for page_size, dim, pages in ((16, 128, 4), (64, 128, 2), (64, 48, 2), (256, 64, 1)):
         cfg = decode_launch.decode_config(problem := cached(page_size=page_size, dim=dim, is_8_bit=True))
         assert decode_launch.supports(problem) is None and cfg.HAS_SCALES and cfg.PAGES == cfg.BOXES == pages
-    leftpad = torch.empty(2, dtype=torch.int32, device="meta")
     refused = {
         "head sizes to 128": cached(dim=256),
         "64 query heads": cached(heads=65),
-        "left padding": cached(leftpad_k=leftpad),
         "powers of two": cached(page_size=4),
         "8-bit pages of at least 16 tokens, not 8": cached(page_size=8, is_8_bit=True),
         "8-bit pages for 32 query heads on a key head, not 33": cached(heads=33, page_size=64, is_8_bit=True),

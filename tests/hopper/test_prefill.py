@@ -26,7 +26,10 @@ NAN = float("nan")
 
 
 class Cached:
-    """A cache that holds NaN wherever no sequence has a token, queries for it, and its keys and values."""
+    """A cache that holds NaN wherever no sequence has a token, queries for it, and its keys and values.
+
+    leftpad: rows of each sequence that are no tokens, at its beginning.
+    """
 
     def __init__(
         self,
@@ -37,15 +40,21 @@ class Cached:
         dtype: torch.dtype = torch.bfloat16,
         lengths: list[int] = LENGTHS,
         sinks: bool = False,
+        leftpad: list[int] | None = None,
     ) -> None:
         batch, capacity = len(lengths), max(256, -(-max(lengths) // 256) * 256)
         own = queries if isinstance(queries, list) else [queries] * batch
         self.ends, self.lengths = [0, *accumulate(own)], lengths
+        self.leftpad = leftpad or [0] * batch
+        pads = torch.tensor(self.leftpad, dtype=torch.int32, device="cuda")
         held = torch.tensor(lengths, dtype=torch.int32, device="cuda")
         q = torch.randn(self.ends[-1], heads[0], dims[0], device="cuda").to(dtype)
         self.k, self.v = (torch.randn(batch, capacity, heads[1], d, device="cuda").to(dtype) for d in dims)
-        beyond = (torch.arange(capacity, device="cuda") >= held[:, None])[..., None, None]
+        row = torch.arange(capacity, device="cuda")
+        beyond = ((row < pads[:, None]) | (row >= held[:, None]))[..., None, None]
         stored, extras = [t.masked_fill(beyond, NAN) for t in (self.k, self.v)], {"seqlens_k": held}
+        if leftpad:
+            extras["leftpad_k"] = pads
         if page_size is not None:
             table = torch.randperm(batch * capacity // page_size, device="cuda").view(batch, -1).int()
             stored = [self.in_pages(t, table, page_size) for t in stored]
@@ -76,10 +85,12 @@ class Cached:
                 torch.cat(
                     [
                         reference.attention(
-                            q[None, start:end], self.k[b : b + 1, :length], self.v[b : b + 1, :length],
+                            q[None, start:end], self.k[b : b + 1, pad:length], self.v[b : b + 1, pad:length],
                             dtype=dtype, sinks=sinks, **options,
                         )[n][0]
-                        for b, ((start, end), length) in enumerate(zip(pairwise(self.ends), self.lengths))
+                        for b, ((start, end), pad, length) in enumerate(
+                            zip(pairwise(self.ends), self.leftpad, self.lengths)
+                        )
                     ],
                     n,
                 )
@@ -135,6 +146,14 @@ OPTIONS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("queries", [150, RAGGED], ids=str)
 def test_options(case: str, page_size: int | None, queries: int | list[int]):
     Cached(queries, page_size=page_size, sinks=case == "sinks").run(**OPTIONS[case])
+
+
+@pytest.mark.parametrize("page_size", [None, 8, 16, 64, 256])
+@pytest.mark.parametrize("queries", [150, RAGGED], ids=str)
+def test_left_padding(page_size: int | None, queries: int | list[int]):
+    cached = Cached(queries, (8, 2), page_size=page_size, leftpad=[77, 0, 2833, 0, 250, 64])
+    cached.run(causal=True)
+    cached.run(window=(300, 1))
 
 
 def test_many_sequences_with_one_token_and_one_with_many():
@@ -228,5 +247,3 @@ def test_what_it_does_not_take_is_refused_by_name():
     q = torch.empty(1, 50, 4, 128, dtype=torch.bfloat16, device="cuda")
     problem = describe(Inputs(q, pages, pages, seqlens_k=lengths, page_table=table), Options())
     assert "page sizes" in (Backend("hopper").supports(problem) or "")
-    problem = describe(Inputs(q, pages[:1], pages[:1], seqlens_k=lengths, leftpad_k=lengths), Options())
-    assert "left padding" in (Backend("hopper").supports(problem) or "")

@@ -132,9 +132,7 @@ ROWS = (
     Row("gradient of packed queries with a cache", lambda p: p.is_packed and p.is_cached, {
         f"{name} backward": "has no gradient of packed queries with a cache" for name in BACKENDS[:-1]
     }),
-    Row("left padding of a cache", lambda p: p.has_leftpad, {
-        "aten": NO_CACHE, "hopper": "does not take left padding",
-    }),
+    Row("left padding of a cache", lambda p: p.has_leftpad, {"aten": NO_CACHE}),
     Row("mask", _has_mask, {}),
     Row("gradient with a mask, deterministic", lambda p: _has_map(p) and p.deterministic, {
         "hopper backward": "has no deterministic gradient with a mask",

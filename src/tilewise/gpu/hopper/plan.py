@@ -213,7 +213,7 @@ def _again_forward(problem: AttentionProblem, order: str, residual: bool, given:
         inputs, (out, lse, rest, *new) = Inputs(*given), new
         ordered = tuple(new[: len(scratch)]) or (None, None)
         counter, tiles, bits, *extras = (*new[len(scratch) :], *NOTHING)[: 1 + len(NOTHING)]
-        tensors = (*given[:3], inputs.sinks, *inputs[3:6], inputs.page_table, *extras)
+        tensors = (*given[:3], inputs.sinks, *inputs[3:8], *extras)
         fresh = (out, lse, rest, *forward_launch.NOTHING_ASKED, *ordered, counter, tiles, bits)
         return [
             *host.order_steps(inputs.cu_seqlens_q, held_keys(inputs), rows, ordered),

@@ -20,6 +20,7 @@ class KernelConfig:
     PACK: int = 1  # query heads of one key head that share a tile: row = position * PACK + head
     IS_PACKED: bool = False  # sequences one after another, bounded by cu_seqlens
     IS_CACHED: bool = False  # keys of a cache, of which each sequence has a number of its own
+    HAS_LEFTPAD: bool = False  # of which some at its beginning are not seen
     PAGE_SIZE: int = 0  # 0: keys are not paged
     IS_DETERMINISTIC: bool = False  # in the backward, tiles of keys add to dq in their order
     HAS_LEFT: bool  # the window has a left edge
@@ -42,6 +43,14 @@ class KernelConfig:
     def IS_ORDERED(self) -> bool:
         """Whether tiles are numbered sequence by sequence, those with most keys first."""
         return self.IS_PACKED or self.IS_CACHED
+
+    @property
+    def HIDES_PADDING(self) -> bool:
+        """Whether a sequence's first tile may have rows of left padding, as it begins where TMA finds pages.
+
+        Without pages it begins with the first key.
+        """
+        return self.HAS_LEFTPAD and self.PAGE_SIZE > 0
 
     @property
     def NEAREST_FIRST(self) -> bool:
@@ -227,6 +236,7 @@ class Cache(NamedTuple):
     errors: Any  # flags for what is wrong in them: see `hopper.guards`
     key_scale: Any = None  # (pages, KV heads) of 8-bit pages
     value_scale: Any = None
+    leftpad_k: Any = None  # rows of a sequence's before its first key
 
 
 @by_field

@@ -59,6 +59,7 @@ def options(problem: AttentionProblem) -> dict[str, Any]:
     return {
         "IS_PACKED": problem.is_packed,
         "IS_CACHED": problem.is_cached,
+        "HAS_LEFTPAD": problem.has_leftpad,
         "PAGE_SIZE": problem.page_size or 0,
         "HAS_LEFT": visibility.left is not None,
         "HAS_RIGHT": visibility.right is not None,

@@ -22,6 +22,29 @@ class KeyTiles:
 
 
 @gluon.jit
+def hidden_rows(keys, cfg: gl.constexpr):
+    """Rows of left padding in the first tile of the keys of a work tile, or a split.
+
+    With pages tiles begin with a page, or with a part of BLOCK_N rows. But if that has all keys, the tile
+    begins with the first: TMA fills with zeros what is before a row, or behind one, not both.
+    """
+    rows = 0 * keys.seqlen_k
+    if cfg.HIDES_PADDING:
+        UNIT: gl.constexpr = min(cfg.PAGE_SIZE, cfg.BLOCK_N)
+        rows = gl.where(keys.seqlen_k > UNIT, keys.start_k % UNIT, 0)
+    return rows
+
+
+@gluon.jit
+def tile_origin(keys, cfg: gl.constexpr):
+    """The row of the cache at which the first of such tiles begins."""
+    row = 0 * keys.seqlen_k
+    if cfg.HAS_LEFTPAD:
+        row = keys.start_k - hidden_rows(keys, cfg)
+    return row
+
+
+@gluon.jit
 def key_tiles(row, NUM_ROWS: gl.constexpr, work, sizes, cfg: gl.constexpr):
     """The key tiles that queries [row, row + NUM_ROWS) can see: at least one, perhaps all hidden."""
     offset = work.seqlen_k - work.seqlen_q
@@ -33,6 +56,8 @@ def key_tiles(row, NUM_ROWS: gl.constexpr, work, sizes, cfg: gl.constexpr):
     if cfg.HAS_RIGHT:
         last = gl.minimum(row + NUM_ROWS - 1 + offset + sizes.window_right, last)
         full_last = gl.minimum(row + offset + sizes.window_right, full_last)
+    if cfg.HIDES_PADDING:
+        full_first = gl.maximum(full_first, hidden_rows(work, cfg))
     # a floor division of negatives would round toward zero: clamp first
     end = gl.maximum(last + cfg.BLOCK_N, cfg.BLOCK_N) // cfg.BLOCK_N
     begin = gl.minimum(first // cfg.BLOCK_N, end - 1)
@@ -123,7 +148,10 @@ def mask_right(s, tile, row, work, sizes, cfg: gl.constexpr, hidden=float("-inf"
 def mask_left(s, tile, row, work, sizes, cfg: gl.constexpr, hidden=float("-inf")):
     """s with `hidden` where a key is before the first that its query sees."""
     x, positions, firsts, columns = by_thread(s, tile, row, work, cfg)
-    x = gl.where(columns >= positions - sizes.window_left - firsts, x, hidden)
+    first = positions - sizes.window_left
+    if cfg.HIDES_PADDING:
+        first = gl.maximum(first, hidden_rows(work, cfg) - tile * cfg.BLOCK_N)
+    x = gl.where(columns >= first - firsts, x, hidden)
     return gl.convert_layout(x.reshape(s.shape), s.type.layout, assert_trivial=True)
 
 
@@ -131,6 +159,6 @@ def mask_left(s, tile, row, work, sizes, cfg: gl.constexpr, hidden=float("-inf")
 def hide(s, tile, row, work, sizes, cfg: gl.constexpr):
     """s with -inf where a query does not see a key, right or left."""
     s = mask_right(s, tile, row, work, sizes, cfg)
-    if cfg.HAS_LEFT:
+    if cfg.HAS_LEFT or cfg.HIDES_PADDING:
         s = mask_left(s, tile, row, work, sizes, cfg)
     return s

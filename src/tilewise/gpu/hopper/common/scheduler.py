@@ -8,7 +8,7 @@ heads are worked on as have keys and values that fit the L2 cache.
 
 from tilewise.gpu.hopper.common.channel import make_ring
 from tilewise.gpu.hopper.common.compat import aggregate, gl, gluon
-from tilewise.gpu.hopper.common.guards import length_or_zero
+from tilewise.gpu.hopper.common.guards import WRONG_START, own_keys
 from tilewise.gpu.launch.entry import entry
 
 
@@ -21,7 +21,7 @@ class WorkTile:
     batch: gl.tensor  # of a dense tensor; of packed sequences or a cache the sequence
     start_q: gl.tensor  # rows before the sequence, in the packed tensors; 0 if dense
     seqlen_q: gl.tensor
-    start_k: gl.tensor
+    start_k: gl.tensor  # of a cache: see `cached_sequence`
     seqlen_k: gl.tensor
 
 
@@ -154,17 +154,16 @@ def locate_tile(
 def cached_sequence(number, sizes, packing, cache, cfg: gl.constexpr):
     """(sequence, tiles before it, its tiles, start_q, seqlen_q, start_k, seqlen_k) of tile `number`.
 
-    start_k is 0, or 1 where the length is wrong; there are no keys then.
+    start_k is the left padding, or `WRONG_START`; there are no keys then.
     """
     b, first, own_tiles = ordered_sequence(number, sizes.batch, packing)
     if cfg.IS_PACKED:
         start_q, own_q = packed_rows(packing.cu_seqlens_q, b)
     else:
         start_q, own_q = 0 * b, sizes.seqlen_q + 0 * b
-    held = gl.load(cache.seqlens_k + b)
-    own_k = length_or_zero(held, sizes.seqlen_k)
-    is_wrong = gl.cast(own_k != held, gl.int32)
-    return b, first, own_tiles, start_q, own_q, is_wrong, own_k
+    pad = gl.load(cache.leftpad_k + b) if cfg.HAS_LEFTPAD else 0 * b
+    pad, own_k, fits = own_keys(gl.load(cache.seqlens_k + b), pad, sizes.seqlen_k, cfg)
+    return b, first, own_tiles, start_q, own_q, gl.where(fits, pad, WRONG_START), own_k
 
 
 @gluon.jit

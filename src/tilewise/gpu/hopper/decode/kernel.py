@@ -110,7 +110,7 @@ def mma_role(W: gl.constexpr, q, targets, cache, slopes, smem, sizes, factors, c
     wait_for_previous_kernel()
     if W == 0:
         start_next_kernel()
-    schedule = make_schedule(cache.seqlens_k, sizes, cfg, 4)
+    schedule = make_schedule(cache, sizes, cfg, 4)
     unit, end = worker_units(schedule, sizes)
     use = 0  # of the rings, by all warpgroups
     splits = 0

@@ -42,6 +42,7 @@ class CachedTensors(NamedTuple):
     key: Tensor
     value: Tensor
     seqlens_k: Tensor | None
+    leftpad_k: Tensor | None = None
     page_table: Tensor | None = None
     alibi_slopes: Tensor | None = None
     key_scale: Tensor | None = None
@@ -59,8 +60,6 @@ def supports(problem: AttentionProblem) -> str | None:
         return f"takes caches for head sizes to {MAX_HEAD_DIM}, {WARPGROUP_ROWS} query heads on a key head"
     if problem.page_size is not None and not host.can_load_pages(problem.page_size):
         return f"takes page sizes that are powers of two from 8, not {problem.page_size}"
-    if problem.has_leftpad:
-        return "does not take left padding"
     if problem.is_quantized and (reason := unserved_8_bit_pages(problem)):
         return reason
     has_tensors = problem.mask_shape is not None or problem.bias_shape is not None
@@ -138,11 +137,11 @@ def steps(
     kernels: Kernels, cfg: DecodeConfig, workers: int, given: CachedTensors, fresh: Sequence[Tensor | None]
 ) -> tuple[Step, Step]:
     """Both launches; `fresh`: see `new_tensors`."""
-    query, _, _, lengths, *_, sinks = given
+    query, _, _, lengths, leftpad, *_, sinks = given
     choices, fresh = (cfg, workers), tuple(fresh)
     return (
         Step(kernels.launch, given[:-1], choices, fresh),
-        Step(merge_launch, (query, lengths, sinks), choices, fresh),
+        Step(merge_launch, (query, lengths, leftpad, sinks), choices, fresh),
     )
 
 
@@ -202,15 +201,15 @@ def even_workers(num_segments: int, most: int, few_splits: int = FEW_SPLITS) -> 
 def _decode_launch(problem: AttentionProblem, tensors: Tensors, cfg: DecodeConfig, workers: int) -> Launch:
     from tilewise.gpu.hopper.decode.kernel import attn_decode_kernel
 
-    query, key, value, lengths, table, slopes, *scales = tensors[:8]
+    query, key, value, lengths, leftpad, table, slopes, key_scale, value_scale = tensors[:9]
     arguments = (
         query,
         host.descriptor(key, (cfg.BOX_ROWS, 1, cfg.BOX_WIDTH), True),
         host.descriptor(value, (cfg.BOX_ROWS, 1, cfg.BOX_WIDTH), True),
         _page_descriptor(key) if cfg.WHOLE_PAGES else None,
         _page_descriptor(value) if cfg.WHOLE_PAGES else None,
-        DecodeTargets(*tensors[8:]),
-        Cache(lengths, table, host.errors_of(problem, query), *scales),
+        DecodeTargets(*tensors[9:]),
+        Cache(lengths, table, host.errors_of(problem, query), key_scale, value_scale, leftpad),
         slopes,
         decode_sizes(problem, cfg, workers, query, key, value, table, slopes),
         host.factors(problem),
@@ -222,8 +221,8 @@ def _decode_launch(problem: AttentionProblem, tensors: Tensors, cfg: DecodeConfi
 def merge_launch(problem: AttentionProblem, tensors: Tensors, cfg: DecodeConfig, workers: int) -> Launch:
     from tilewise.gpu.hopper.decode.merge import attn_decode_merge_kernel
 
-    query, lengths, sinks, *fresh = tensors
-    cache = Cache(lengths, None, host.errors_of(problem, query))
+    query, lengths, leftpad, sinks, *fresh = tensors
+    cache = Cache(lengths, None, host.errors_of(problem, query), leftpad_k=leftpad)
     numbers = (decode_sizes(problem, cfg, workers), host.factors(problem))
     arguments = (DecodeTargets(*fresh), cache, sinks, *numbers, cfg)
     tiles = -(-cfg.ROWS // cfg.MERGE_ROWS) * (cfg.BLOCK_DV // cfg.MERGE_COLUMNS)

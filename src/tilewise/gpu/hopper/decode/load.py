@@ -16,19 +16,22 @@ from tilewise.gpu.hopper.common.compat import (
     wait_for_previous_kernel,
 )
 from tilewise.gpu.hopper.common.guards import page_or_zero
+from tilewise.gpu.hopper.common.ranges import hidden_rows, tile_origin
 from tilewise.gpu.hopper.decode.stream_k import make_schedule, split_at, worker_units
 
 
 @gluon.jit
-def load_pages(ptr_table, tile, pages_held, cfg: gl.constexpr):
+def load_pages(ptr_table, tile, split, cfg: gl.constexpr):
     """Numbers of PAGE_LANES pages from key tile `tile` on; 0 for those beyond the sequence's.
 
     They are not looked at here, where that would wait for them.
     """
     page = gl.arange(0, cfg.PAGE_LANES, gl.BlockedLayout([1], [32], [1], [0]))
     if cfg.PAGE_SIZE > 0:
-        page += tile * cfg.BLOCK_N // cfg.PAGE_SIZE
-        page = gl.load(ptr_table + page, mask=page < pages_held, other=0).to(gl.int32)
+        row = tile_origin(split, cfg)
+        held = (row + split.seqlen_k + (cfg.PAGE_SIZE - 1)) // cfg.PAGE_SIZE
+        page += (row + tile * cfg.BLOCK_N) // cfg.PAGE_SIZE
+        page = gl.load(ptr_table + page, mask=page < held, other=0).to(gl.int32)
     return page
 
 
@@ -60,13 +63,13 @@ def load_box(
 ):  # fmt: skip
     """Start TMA copies of a tile's box n along its keys; rows past the sequence's end become zeros."""
     BOXES: gl.constexpr = cfg.BOXES
-    end_row, row = box_rows(n, pages, split, tile, rows_per_entry, cfg)
+    at = box_rows(n, pages, split, tile, rows_per_entry, cfg)
     for column in gl.static_range(COLUMNS):
         if cfg.WHOLE_PAGES:
             box = (slot * BOXES + n) * COLUMNS + column
         else:
             box = (slot * COLUMNS + column) * BOXES + n
-        box_coords = (1 << 30, end_row, row, split.kv_head, column * cfg.BOX_WIDTH)
+        box_coords = (at[0], at[1], at[2], split.kv_head, column * cfg.BOX_WIDTH)
         load_tile(desc, box_coords, bar_full, boxes.index(box))
 
 
@@ -74,10 +77,15 @@ def load_box(
 def box_rows(n, pages, split, tile, rows_per_entry, cfg: gl.constexpr):
     """TMA coordinates of box n of a tile along its keys: they end it where the sequence ends.
 
-    See `key_loads.coords`.
+    Or begin it where padding ends. See `key_loads.coords`.
     """
-    row = tile * cfg.BLOCK_N + n * cfg.BOX_ROWS
-    end = gl.minimum(split.seqlen_k, row + cfg.BOX_ROWS)
+    origin, bound = tile_origin(split, cfg), 1 << 30
+    row = origin + tile * cfg.BLOCK_N + n * cfg.BOX_ROWS
+    end = origin + split.seqlen_k
+    if cfg.HIDES_PADDING:  # a box with padding does not have the end: see `hidden_rows`
+        end = gl.where(row < split.start_k, split.start_k, end)
+        bound = gl.where(row < split.start_k, 0, 1 << 30)
+    end = gl.minimum(end, row + cfg.BOX_ROWS)
     if cfg.PAGE_SIZE == 0:
         entry = split.batch
     else:
@@ -85,7 +93,7 @@ def box_rows(n, pages, split, tile, rows_per_entry, cfg: gl.constexpr):
         end = end - row // cfg.PAGE_SIZE * cfg.PAGE_SIZE
         row = row % cfg.PAGE_SIZE
     end = gl.maximum(end, 0)
-    return entry * rows_per_entry + end, (1 << 30) - end + row
+    return bound, entry * rows_per_entry + end, bound - end + row
 
 
 @gluon.jit
@@ -101,8 +109,8 @@ def load_boxes(
     mbarrier.expect(bar_full, COLUMNS * BOXES * desc.block_type.nbytes)
     if cfg.WHOLE_PAGES:
         boxes = as_boxes_by_rows(ring.tiles, COUNT, desc)
-        # Only a sequence's last tile comes here. A count that the compiler does not know keeps this a loop:
-        # unrolled, its instructions cost 0.2 us at 1 x 8k.
+        # Only a sequence's last tile comes here, or one with padding. A count that the compiler does not know
+        # keeps this a loop: unrolled, its instructions cost 0.2 us at 1 x 8k.
         for n in range(gl.minimum(sizes.workers, 1) * BOXES):
             load_box(boxes, bar_full, slot, n, desc, pages, split, tile, rows_per_entry, COLUMNS, cfg)
     else:
@@ -114,7 +122,10 @@ def load_boxes(
 @gluon.jit
 def load_tiles(k, v, use, pages, split, tile, smem, sizes, cfg: gl.constexpr):
     """Start TMA copies of one tile of keys and of values; k and v are (descriptor, that of whole pages)."""
-    if cfg.WHOLE_PAGES and (tile + 1) * cfg.BLOCK_N <= split.seqlen_k:
+    is_whole = (tile + 1) * cfg.BLOCK_N <= split.seqlen_k
+    if cfg.HIDES_PADDING:
+        is_whole = is_whole & (tile * cfg.BLOCK_N >= hidden_rows(split, cfg))
+    if cfg.WHOLE_PAGES and is_whole:
         load_whole_pages(smem.k, use, k[1], pages, split.kv_head, sizes.rows_k, cfg)
         load_whole_pages(smem.v, use, v[1], pages, split.kv_head, sizes.rows_v, cfg)
     else:
@@ -126,21 +137,19 @@ def load_tiles(k, v, use, pages, split, tile, smem, sizes, cfg: gl.constexpr):
 def load_role(L: gl.constexpr, k, v, cache, smem, sizes, cfg: gl.constexpr):
     """Stream every LOADERS-th tile of the worker's."""
     wait_for_previous_kernel()
-    schedule = make_schedule(cache.seqlens_k, sizes, cfg, 1)
+    schedule = make_schedule(cache, sizes, cfg, 1)
     unit, end = worker_units(schedule, sizes)
     use = 0  # of the rings
     while unit < end:
         split = split_at(unit, end, schedule, sizes, cfg, 1)
         ptr_table = cache.page_table
-        held = 0
         if cfg.PAGE_SIZE > 0:
             ptr_table = cache.page_table + gl.cast(split.batch, gl.int64) * sizes.stride_page_table
-            held = (split.seqlen_k + (cfg.PAGE_SIZE - 1)) // cfg.PAGE_SIZE
         first = (L - use) & (cfg.LOADERS - 1)
-        pages = load_pages(ptr_table, split.tile + first, held, cfg)
+        pages = load_pages(ptr_table, split.tile + first, split, cfg)
         for n in range(first, split.count, cfg.LOADERS):
             tile = split.tile + n
-            next_pages = load_pages(ptr_table, tile + cfg.LOADERS, held, cfg)  # answered during a wait
+            next_pages = load_pages(ptr_table, tile + cfg.LOADERS, split, cfg)  # answered during a wait
             pages = page_or_zero(pages, sizes)
             load_tiles(k, v, use + n, pages, split, tile, smem, sizes, cfg)
             pages = next_pages

@@ -81,7 +81,7 @@ def attn_decode_merge_kernel(
     # The first kernel started this one after its own wait, so the lengths are there to be read.
     b = program // ROW_TILES // sizes.segments
     segment = program // ROW_TILES % sizes.segments
-    schedule = make_schedule(cache.seqlens_k, sizes, cfg, 4)
+    schedule = make_schedule(cache, sizes, cfg, 4)
     total = gl.max(schedule.ends, 0)
     units = number_of(schedule.units, b, cfg, 4)
     first = number_of(schedule.ends, b, cfg, 4) - (sizes.segments - segment) * units
@@ -106,7 +106,7 @@ def attn_decode_merge_kernel(
         m = gl.load(sinks + head, mask=exists, other=0.0).to(gl.float32) * LOG2_E
         l += 1.0
     if cfg.IS_CACHED:
-        l += length_poison(cache, b, sizes)
+        l += length_poison(cache, b, sizes, cfg)
     acc = gl.full([cfg.MERGE_ROWS, LANES, cfg.MERGE_COLUMNS], 0.0, gl.float32, layout)
     # A first iteration without splits brings the instructions into the cache while the workers are busy.
     for n in range(-STEP, gl.maximum(count, 1), STEP):

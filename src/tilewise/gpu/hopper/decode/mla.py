@@ -97,7 +97,7 @@ def score_role(targets, cache, smem, sizes, factors, cfg: gl.constexpr):
     weights = smem.weights
     wait_for_previous_kernel()
     start_next_kernel()
-    schedule = make_schedule(cache.seqlens_k, sizes, cfg, 4)
+    schedule = make_schedule(cache, sizes, cfg, 4)
     unit, end = worker_units(schedule, sizes)
     use = 0  # tiles so far
     weight_use = 0  # of the ring of weights
@@ -143,7 +143,7 @@ def value_role(H: gl.constexpr, q, targets, cache, smem, sizes, cfg: gl.constexp
     rows: gl.constexpr = row_layout(CHUNK)
     LEFT: gl.constexpr = 2 * H  # the first of this role's two chunks
     wait_for_previous_kernel()
-    schedule = make_schedule(cache.seqlens_k, sizes, cfg, 4)
+    schedule = make_schedule(cache, sizes, cfg, 4)
     unit, end = worker_units(schedule, sizes)
     use = 0  # tiles so far
     weight_use = 0  # of the ring of weights

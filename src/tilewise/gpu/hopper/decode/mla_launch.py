@@ -63,11 +63,11 @@ def head_blocks(problem: AttentionProblem) -> int:
 def _mla_launch(problem: AttentionProblem, tensors: Tensors, cfg: MlaConfig, workers: int) -> Launch:
     from tilewise.gpu.hopper.decode.mla import attn_decode_mla_kernel
 
-    query, key, _, lengths, table = tensors[:5]
+    query, key, _, lengths, _, table = tensors[:6]
     arguments = (
         query,
         host.descriptor(key, (cfg.BOX_ROWS, 1, cfg.BOX_WIDTH), True),
-        DecodeTargets(*tensors[8:]),
+        DecodeTargets(*tensors[9:]),
         Cache(lengths, table, host.errors_of(problem, query)),
         decode_sizes(problem, cfg, workers, query, key, table=table),
         host.factors(problem),

@@ -95,7 +95,7 @@ def load_columns(desc, ring, use, rows, first, BOXES: gl.constexpr):
     bar_full = ring.full.index(slot)
     mbarrier.expect(bar_full, BOXES * desc.block_type.nbytes)
     for box in gl.static_range(BOXES):
-        coords = (1 << 30, rows[0], rows[1], 0, first + box * ROPE)
+        coords = (rows[0], rows[1], rows[2], 0, first + box * ROPE)
         load_tile(desc, coords, bar_full, boxes.index(slot * BOXES + box))
 
 
@@ -103,7 +103,7 @@ def load_columns(desc, ring, use, rows, first, BOXES: gl.constexpr):
 def load_role(L: gl.constexpr, desc, keys, queries, cache, sizes, cfg: gl.constexpr):
     """Stream half L of the columns of the worker's key tiles. Page numbers are read a tile ahead."""
     wait_for_previous_kernel()
-    schedule = make_schedule(cache.seqlens_k, sizes, cfg, 1)
+    schedule = make_schedule(cache, sizes, cfg, 1)
     unit, end = worker_units(schedule, sizes)
     use = 0  # tiles so far
     if unit < end:
@@ -111,13 +111,11 @@ def load_role(L: gl.constexpr, desc, keys, queries, cache, sizes, cfg: gl.conste
     while unit < end:
         split = split_at(unit, end, schedule, sizes, cfg, 1)
         ptr_table = cache.page_table
-        held = 0
         if cfg.PAGE_SIZE > 0:
             ptr_table = cache.page_table + gl.cast(split.batch, gl.int64) * sizes.stride_page_table
-            held = (split.seqlen_k + (cfg.PAGE_SIZE - 1)) // cfg.PAGE_SIZE
-        pages = load_pages(ptr_table, split.tile, held, cfg)
+        pages = load_pages(ptr_table, split.tile, split, cfg)
         for n in range(split.count):
-            next_pages = load_pages(ptr_table, split.tile + n + 1, held, cfg)  # answered during a wait
+            next_pages = load_pages(ptr_table, split.tile + n + 1, split, cfg)  # answered during a wait
             pages = page_or_zero(pages, sizes)
             rows = box_rows(0, pages, split, split.tile + n, sizes.rows_k, cfg)
             if L == 0:

@@ -1,7 +1,7 @@
 """The softmax of a tile in the decoding kernels, of a warpgroup's rows."""
 
 from tilewise.gpu.hopper.common.compat import gl, gluon
-from tilewise.gpu.hopper.common.ranges import hide
+from tilewise.gpu.hopper.common.ranges import hidden_rows, hide
 from tilewise.gpu.hopper.common.softmax import (
     exp2,
     finite_or_zero,
@@ -22,6 +22,8 @@ def has_edge(tile, split, sizes, cfg: gl.constexpr):
     is_edge = first + cfg.BLOCK_N > split.seqlen_k
     if cfg.HAS_RIGHT:
         is_edge = is_edge | (first + (cfg.BLOCK_N - 1) > split.row + offset + sizes.window_right)
+    if cfg.HIDES_PADDING:
+        is_edge = is_edge | (first < hidden_rows(split, cfg))
     if cfg.HAS_LEFT:
         is_edge = is_edge | (first < split.row + (cfg.ROWS // cfg.PACK - 1) + offset - sizes.window_left)
     return is_edge
@@ -59,6 +61,8 @@ def hide_of_warps(s, tile, first, split, sizes, cfg: gl.constexpr):
         row_numbers(first, gl.SliceLayout(1, s.type.layout), cfg) // cfg.PACK + split.row - split.seqlen_q
     )
     is_visible = distance > to_end[:, None]
+    if cfg.HIDES_PADDING:
+        is_visible = is_visible & (distance <= (to_end + split.seqlen_k - hidden_rows(split, cfg))[:, None])
     if cfg.HAS_RIGHT:
         is_visible = is_visible & (distance >= -sizes.window_right)
     if cfg.HAS_LEFT:

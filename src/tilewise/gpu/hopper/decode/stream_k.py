@@ -16,15 +16,16 @@ new lengths. Source: Osama et al., "Stream-K" (2023).
 """
 
 from tilewise.gpu.hopper.common.compat import aggregate, gl, gluon
-from tilewise.gpu.hopper.common.guards import length_or_zero
+from tilewise.gpu.hopper.common.guards import own_keys
 from tilewise.gpu.hopper.common.softmax import reciprocal
 
 
 @aggregate
 class Schedule:
-    """Of every sequence its number of keys, units of one of its segments, and the end of its last segment."""
+    """Of every sequence its keys, units of one of its segments, and the end of its last segment."""
 
-    lengths: gl.tensor  # [BLOCK_B]
+    starts: gl.tensor  # [BLOCK_B], left padding
+    lengths: gl.tensor  # without it, see `guards.own_keys`
     units: gl.tensor
     ends: gl.tensor
     start: gl.tensor  # units of a segment's start
@@ -43,6 +44,7 @@ class Split:
     row: gl.tensor  # first query
     kv_head: gl.tensor
     seqlen_q: gl.tensor
+    start_k: gl.tensor
     seqlen_k: gl.tensor
 
 
@@ -67,13 +69,17 @@ def first_tile(seqlen_k, sizes, cfg: gl.constexpr):
 
 
 @gluon.jit
-def make_schedule(seqlens_k, sizes, cfg: gl.constexpr, NUM_WARPS: gl.constexpr):
+def make_schedule(cache, sizes, cfg: gl.constexpr, NUM_WARPS: gl.constexpr):
     """The schedule of all sequences, for a role of NUM_WARPS warps."""
     b = gl.arange(0, cfg.BLOCK_B, batch_layout(cfg.BLOCK_B, NUM_WARPS))
     exists = b < sizes.batch
     seqlen_k = gl.where(exists, sizes.seqlen_k, 0)
+    start_k = 0 * b
     if cfg.IS_CACHED:
-        seqlen_k = length_or_zero(gl.load(seqlens_k + b, mask=exists, other=0), sizes.seqlen_k)
+        held = gl.load(cache.seqlens_k + b, mask=exists, other=0)
+        if cfg.HAS_LEFTPAD:
+            start_k = gl.load(cache.leftpad_k + b, mask=exists, other=0)
+        start_k, seqlen_k, _ = own_keys(held, start_k, sizes.seqlen_k, cfg)
     tiles = (seqlen_k + (cfg.BLOCK_N - 1)) // cfg.BLOCK_N - first_tile(seqlen_k, sizes, cfg)
     tiles = gl.where(seqlen_k > 0, tiles, 0)
     start, units = 0 * sizes.batch, tiles
@@ -82,7 +88,7 @@ def make_schedule(seqlens_k, sizes, cfg: gl.constexpr, NUM_WARPS: gl.constexpr):
         is_ragged = gl.max((exists & (tiles < most)).to(gl.int32), 0)
         start = is_ragged * cfg.START_UNITS
         units = gl.where(tiles > 0, tiles + start, 0)
-    return Schedule(seqlen_k, units, gl.associative_scan(units * sizes.segments, 0, add), start)
+    return Schedule(start_k, seqlen_k, units, gl.associative_scan(units * sizes.segments, 0, add), start)
 
 
 @gluon.jit
@@ -156,6 +162,9 @@ def split_at(unit, end, schedule, sizes, cfg: gl.constexpr, NUM_WARPS: gl.conste
     if cfg.START_UNITS > 0:
         tile = gl.maximum(first - schedule.start, 0)
         count = gl.maximum(first + units - schedule.start, 0) - tile
+    start_k = 0 * b
+    if cfg.HAS_LEFTPAD:
+        start_k = number_of(schedule.starts, b, cfg, NUM_WARPS)
     kv_head, row_tile = tile_of(segment, sizes, cfg)
     return Split(
         b,
@@ -167,6 +176,7 @@ def split_at(unit, end, schedule, sizes, cfg: gl.constexpr, NUM_WARPS: gl.conste
         row_tile * (cfg.ROWS // cfg.PACK),
         kv_head,
         sizes.seqlen_q + 0 * b,
+        start_k,
         seqlen_k,
     )
 

@@ -31,7 +31,7 @@ from tilewise.gpu.hopper.common.compat import (
     warpgroup_mma_wait,
 )
 from tilewise.gpu.hopper.common.dropout import load_seed
-from tilewise.gpu.hopper.common.guards import page_poison, reported_length
+from tilewise.gpu.hopper.common.guards import WRONG_START, page_poison, reported_length
 from tilewise.gpu.hopper.common.key_loads import make_key_ring
 from tilewise.gpu.hopper.common.layouts import accumulator_layout, partial_layout, row_layout
 from tilewise.gpu.hopper.common.products import product_of_chunks, rescaled
@@ -69,9 +69,9 @@ def accumulate(p, v_ring, use, acc, cfg: gl.constexpr):
 
 @gluon.jit
 def poison(work, tiles, sizes, cache, cfg: gl.constexpr):
-    """0, or NaN where the cache's length or a page of a warpgroup's tiles is wrong."""
-    of_pages = page_poison(cache, work.batch, work.seqlen_k, tiles.begin, tiles.end, sizes, 2, 4, cfg)
-    return of_pages + reported_length(work.start_k > 0, cache.errors)
+    """0, or NaN where the cache's length, its padding or a page of a warpgroup's tiles is wrong."""
+    of_pages = page_poison(cache, work, tiles.begin, tiles.end, sizes, 2, 4, cfg)
+    return of_pages + reported_length(work.start_k == WRONG_START, cache.errors)
 
 
 @gluon.jit

@@ -59,16 +59,18 @@ def forward(
     *batch, rows, heads, _ = query.shape
     out = new_out(query, problem.head_dim_v, order, problem.out_dtype)
     lse = query.new_empty((*batch, heads, rows), dtype=torch.float32)
-    cu_q, cu_k, lengths, table, sinks = (
+    cu_q, cu_k, lengths, leftpad, table, sinks = (
         None if t is None else t.contiguous()
         for t in (
-            inputs.cu_seqlens_q, inputs.cu_seqlens_k, inputs.seqlens_k, inputs.page_table, inputs.sinks,
+            inputs.cu_seqlens_q, inputs.cu_seqlens_k, inputs.seqlens_k, inputs.leftpad_k,
+            inputs.page_table, inputs.sinks,
         )
     )  # fmt: skip
     held = cu_k if lengths is None else lengths
     ordered = host.order_sequences(problem, cu_q, held, cfg.BLOCK_M // cfg.PACK)
     mask = map_of(problem, inputs, cfg)
-    tensors = (query, key, value, sinks, cu_q, cu_k, lengths, table, *host.extras_of(problem, inputs))
+    caches = (lengths, leftpad, table)
+    tensors = (query, key, value, sinks, cu_q, cu_k, *caches, *host.extras_of(problem, inputs))
     rounded, row_max, entropy = (
         lse.new_empty(lse.shape) if is_wanted else None
         for is_wanted in (residual, cfg.HAS_ROW_MAX, cfg.HAS_ENTROPY)
@@ -115,7 +117,7 @@ def forward_launch(
 ) -> Launch:
     from tilewise.gpu.hopper.forward.kernel import attn_fwd_kernel
 
-    query, key, value, sinks, cu_q, cu_k, lengths, table, *rest = tensors
+    query, key, value, sinks, cu_q, cu_k, lengths, leftpad, table, *rest = tensors
     *extras, out, lse, residual, row_max, entropy, max_logit, order, first_tile, counter, tiles, bits = rest
     statistics = (row_max, entropy, max_logit)
     assert query is not None
@@ -134,7 +136,7 @@ def forward_launch(
         # lse: to be left alone there
         RowTargets(lse, lse if residual is None else residual, int(residual is not None), *statistics),
         *(sinks, Packing(cu_q, cu_k, order, first_tile), counter),
-        Cache(lengths, table, host.errors_of(problem, query)),
+        Cache(lengths, table, host.errors_of(problem, query), leftpad_k=leftpad),
         sizes,
         host.factors(problem),
         MaskMap(tiles, bits, *mask_strides),

@@ -63,7 +63,7 @@ def softmax_step(
     hidden, is_steady = hidden_score(is_steady, factors, cfg)
     if j >= tiles.full_end:  # only edge tiles are masked
         s = mask_right(s, j, row, work, sizes, cfg, hidden)
-    if cfg.HAS_LEFT and j < tiles.full_begin:
+    if (cfg.HAS_LEFT or cfg.HIDES_PADDING) and j < tiles.full_begin:
         s = mask_left(s, j, row, work, sizes, cfg, hidden)
     if cfg.HAS_MASK and is_partial(W, entry):
         if cfg.MASK is not None:
