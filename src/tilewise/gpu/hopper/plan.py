@@ -16,7 +16,7 @@ from tilewise.core.signature import Request, Signature, in_order
 from tilewise.gpu.functions.distances import Arrange, as_bias
 from tilewise.gpu.hopper.backward import launch as backward_launch, wide_launch
 from tilewise.gpu.hopper.common import host
-from tilewise.gpu.hopper.common.arguments import TransposedMap
+from tilewise.gpu.hopper.common.arguments import MaskMap, TransposedMap
 from tilewise.gpu.hopper.common.functions import as_served, unserved_functions
 from tilewise.gpu.hopper.decode import launch as decode_launch, mla_launch
 from tilewise.gpu.hopper.forward import launch as forward_launch
@@ -185,40 +185,31 @@ def _never_again(problem: AttentionProblem, order: str, residual: bool, given: G
     return None
 
 
-def held_keys(inputs: Inputs) -> Tensor | None:
-    """How many keys each sequence has: lengths of a cache, or offsets; None if all have as many."""
-    return inputs.cu_seqlens_k if inputs.seqlens_k is None else inputs.seqlens_k
-
-
 def needs_readying(inputs: Inputs) -> bool:
     """Whether kernels take something else in place of some inputs: a mask's map, pairs of biases."""
     return any(t is not None for t in (inputs.mask, inputs.bias, inputs.alibi_slopes, inputs.dropout_seed))
 
 
 def _again_forward(problem: AttentionProblem, order: str, residual: bool, given: Given) -> Again | None:
-    inputs, ready = Inputs(*given), host.keys_ready if problem.is_cached else host.tma_ready
-    small = (*given[3:8], inputs.sinks)
-    is_ready = host.tma_ready(inputs.query) is inputs.query and all(ready(t) is t for t in given[1:3])
-    if not is_ready or not all(t is None or t.is_contiguous() for t in small):
+    inputs = Inputs(*given)
+    if any(a is not b for a, b in zip(forward_launch.ready(problem, inputs), inputs)):  # something is copied
         return None
     config = forward_launch.forward_config(problem)
-    strides, rows = forward_launch.map_of(problem, inputs, config)[2:], config.BLOCK_M // config.PACK
-    scratch = host.order_shapes(problem, held_keys(inputs))
+    strides = forward_launch.map_of(problem, inputs, config)[2:]
+    scratch = host.order_shapes(problem, forward_launch.held_keys(inputs))
 
     def readied(given: Given) -> tuple[Tensor | None, ...]:
         inputs = Inputs(*given)
         return (*forward_launch.map_of(problem, inputs, config)[:2], *host.extras_of(problem, inputs))
 
     def steps(given: Given, new: Given) -> list[Step]:
-        inputs, (out, lse, rest, *new) = Inputs(*given), new
-        ordered = tuple(new[: len(scratch)]) or (None, None)
-        counter, tiles, bits, *extras = (*new[len(scratch) :], *NOTHING)[: 1 + len(NOTHING)]
-        tensors = (*given[:3], inputs.sinks, *inputs[3:8], *extras)
-        fresh = (out, lse, rest, *forward_launch.NOTHING_ASKED, *ordered, counter, tiles, bits)
-        return [
-            *host.order_steps(inputs.cu_seqlens_q, held_keys(inputs), rows, ordered),
-            Step(forward_launch.forward_launch, tensors, (config, strides), fresh),
-        ]
+        found = (*new[:3], *forward_launch.NOTHING_ASKED)
+        ordered, (counter, *others) = tuple(new[3:][: len(scratch)]), new[3 + len(scratch) :]
+        tiles, bits, *extras = others or NOTHING
+        mask = MaskMap(tiles, bits, *strides)
+        return forward_launch.steps(
+            config, Inputs(*given), found, ordered or (None, None), counter, mask, tuple(extras)
+        )
 
     more = readied if needs_readying(inputs) else nothing
     return again_forward(problem, order, residual, given, steps, more, scratch, counters=1)
@@ -316,22 +307,14 @@ def _again_narrow(problem: AttentionProblem, given: Given) -> Again | None:
         return (*backward_launch.map_of(problem, inputs, config)[:2], *host.extras_of(problem, inputs, True))
 
     def steps(given: Given, new: Given) -> list[Step]:
-        first = 3 + len(of_order)
-        ordered, own = tuple(new[3:first]) or (None, None), first + len(shapes) + 1
-        tiles, bits, *extras = new[own:] or NOTHING
-        cu_q, cu_k = inputs_among(given)[3:5]
-        mask = TransposedMap(tiles, bits, *strides)
-        return [
-            *host.order_steps(cu_k, cu_q, config.BLOCK_N, ordered),
-            *backward_launch.steps(
-                config,
-                division,
-                given[:7],
-                [*new[:3], *new[first:own]],
-                (None, cu_q, cu_k, *ordered, *extras),
-                mask,
-            ),
-        ]
+        first, end = (
+            3 + len(of_order),
+            4 + len(scratch),
+        )  # of what is neither gradients nor order; of the counter
+        tiles, bits, *extras = new[end:] or NOTHING
+        optional = (None, *inputs_among(given)[3:5], *(new[3:first] or (None, None)), *extras)
+        mask, own = TransposedMap(tiles, bits, *strides), [*new[:3], *new[first:end]]
+        return backward_launch.steps(config, division, given[:7], own, optional, mask)
 
     more = readied if needs_readying(inputs_among(given)) else nothing
     return again_backward(problem, given, steps, scratch, more, counters=1)
@@ -344,13 +327,9 @@ def _again_wide(problem: AttentionProblem, given: Given) -> Again | None:
     scratch = [*of_order, backward_launch.stats_shape(problem, config, given[0].shape[-3])]
 
     def steps(given: Given, new: Given) -> list[Step]:
-        first, offsets = 3 + len(of_order), inputs_among(given)[3:5]
-        ordered = tuple(new[3:first]) or (None,) * 4
-        own = [*new[:3], *new[first:]]
-        return [
-            *wide_launch.order_steps(config, *offsets, ordered),
-            *wide_launch.steps(config, given[:7], own, (None, *offsets, *ordered)),
-        ]
+        first = 3 + len(of_order)
+        optional = (None, *inputs_among(given)[3:5], *(new[3:first] or (None,) * 4))
+        return wide_launch.steps(config, given[:7], [*new[:3], *new[first:]], optional)
 
     return again_backward(problem, given, steps, scratch, nothing, counters=2)
 

@@ -51,7 +51,7 @@ def backward(
     if late_tiles(problem, cfg, division):
         scratch.append(dq.view(-1).view(torch.float32))
     scratch.append(query.new_empty(semaphores, dtype=torch.int32))
-    ordered = host.order_sequences(problem, optional[2], optional[1], cfg.BLOCK_N)
+    ordered = host.new_order(problem, inputs.cu_seqlens_q)
     optional = (*optional, *ordered, *host.extras_of(problem, inputs, True))
     new = (dq, dk, dv, *scratch, host.scheduler_counter(query.device))
     mask = map_of(problem, inputs, cfg)
@@ -93,9 +93,9 @@ def steps(
     optional: Tensors,
     mask: TransposedMap,
 ) -> list[Step]:
-    """The three launches; `new` are dq, dk, dv, `scratch_shapes` and `scheduler_counter`.
+    """The launches; `new` are dq, dk, dv, `scratch_shapes` and `scheduler_counter`.
 
-    `optional` are dlse, the sequences' offsets, `order_sequences` and `extras_of`.
+    `optional` are dlse, the sequences' offsets, `new_order` and `extras_of`.
     """
     query, key, value, out, lse, residual, dout = given
     dq, dk, dv, stats, shifts, dq_sum, *splits, semaphores, counter = new
@@ -104,6 +104,7 @@ def steps(
     main = (query, key, value, dout, cu_q, cu_k, *optional[5:])
     fresh = (dk, dv, stats, shifts, dq_sum, semaphores, *ordered, counter, key_sums, *mask[:2])
     return [
+        *host.order_steps(cu_k, cu_q, cfg.BLOCK_N, tuple(ordered)),
         Step(prepare_launch, (out, dout, lse, residual, dlse, cu_q), (cfg,), (stats, shifts, semaphores)),
         Step(main_launch, main, (cfg, division, mask[2:]), fresh),
         Step(finish_launch, (dq, cu_q), (cfg, division), (dq_sum, semaphores, ordered[1], dk, dv, key_sums)),

@@ -39,25 +39,10 @@ def backward(
     dq, dk, dv = new_gradients(problem, inputs)
     stats = query.new_empty(stats_shape(problem, cfg, query.shape[-3]), dtype=torch.float32)
     new = (dq, dk, dv, stats, *host.shared_counters(query.device))
-    run_steps(problem, steps(cfg, given, new, (*optional, *ordered(problem, cfg, *optional[1:]))))
+    ordered = [t for offsets in inputs[3:5] for t in host.new_order(problem, offsets)]
+    run_steps(problem, steps(cfg, given, new, (*optional, *ordered)))
     dsinks = None if inputs.sinks is None else sinks_gradient(problem, inputs.sinks, stats, None, cfg)
     return Gradients(dq, dk, dv, None, dsinks)
-
-
-def ordered(
-    problem: AttentionProblem, cfg: WideBackwardConfig, cu_q: Tensor | None, cu_k: Tensor | None
-) -> Tensors:
-    """`order_sequences` of both sides: of keys, of queries."""
-    of_keys = host.order_sequences(problem, cu_k, cu_q, keys_config(cfg).BLOCK_N)
-    return (*of_keys, *host.order_sequences(problem, cu_q, cu_k, QUERIES))
-
-
-def order_steps(
-    cfg: WideBackwardConfig, cu_q: Tensor | None, cu_k: Tensor | None, ordered: Tensors
-) -> list[Step]:
-    """The launches that write what `ordered` gives."""
-    of_keys = host.order_steps(cu_k, cu_q, keys_config(cfg).BLOCK_N, ordered[:2])
-    return of_keys + host.order_steps(cu_q, cu_k, QUERIES, ordered[2:])
 
 
 def steps(
@@ -66,17 +51,19 @@ def steps(
     new: Sequence[Tensor],
     optional: Tensors,
 ) -> list[Step]:
-    """The three launches; `new` are dq, dk, dv, the row statistics and `shared_counters`.
+    """The launches; `new` are dq, dk, dv, the row statistics and `shared_counters`.
 
-    The last two start early: the second gets ready while statistics are written; the third needs nothing of
-    the second and takes the SMs that it leaves idle. `optional` are dlse, the sequences'
-    offsets, `order_sequences` of both sides.
+    The last two start early: one gets ready while statistics are written; the other needs nothing of it and
+    takes the SMs that it leaves idle. `optional` are dlse, the sequences' offsets, `new_order` of keys and of
+    queries.
     """
     query, key, value, out, lse, residual, dout = given
     dq, dk, dv, stats, counter, counter_q = new
     dlse, cu_q, cu_k, order_k, first_k, order_q, first_q = optional
     tensors = (query, key, value, dout, cu_q, cu_k)
     return [
+        *host.order_steps(cu_k, cu_q, keys_config(cfg).BLOCK_N, (order_k, first_k)),
+        *host.order_steps(cu_q, cu_k, QUERIES, (order_q, first_q)),
         Step(prepare_launch, (out, dout, lse, residual, dlse, cu_q), (cfg,), (stats, None, None)),
         Step(keys_launch, tensors, (keys_config(cfg),), (dk, dv, stats, order_k, first_k, counter)),
         Step(queries_launch, tensors, (cfg,), (dq, stats, order_q, first_q, counter_q)),

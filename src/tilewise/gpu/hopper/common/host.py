@@ -234,30 +234,36 @@ def l2_swizzle_size(num_keys: int, fitting: int) -> int:
 
 def order_sequences(
     problem: AttentionProblem, tiled: Tensor | None, other: Tensor | None, rows: int
-) -> tuple[Tensor | None, Tensor | None]:
+) -> Tensors:
     """Sequences with most to do first, and the tiles of `rows` of the tiled side before each; None if dense.
 
     Args:
         tiled: offsets; None with a cache: as many queries each.
         other: offsets; of a cache lengths.
     """
+    ordered = new_order(problem, other)
+    if other is not None:
+        run_steps(problem, order_steps(tiled, other, rows, ordered))
+    return ordered
+
+
+def new_order(problem: AttentionProblem, other: Tensor | None) -> Tensors:
+    """Memory for what `order_steps` write, None if dense."""
     if other is None:
         return None, None
     aligned = -(-problem.batch // 4) * 4  # to 16 bytes: else kernels are compiled anew for some batches
     table = torch.empty(aligned + problem.batch + 1, dtype=torch.int32, device=other.device)
-    ordered = table[: problem.batch], table[aligned:]
-    run_steps(problem, order_steps(tiled, other, rows, ordered))
-    return ordered
-
-
-def order_steps(tiled: Tensor | None, other: Tensor | None, rows: int, ordered: Tensors) -> list[Step]:
-    """The launch that writes what `order_sequences` gives, if there is something to order."""
-    return [] if other is None else [Step(_order_launch, (other, tiled), (rows,), ordered)]
+    return table[: problem.batch], table[aligned:]
 
 
 def order_shapes(problem: AttentionProblem, other: Tensor | None) -> list[tuple[int, ...]]:
-    """Of what it writes."""
+    """Of `new_order`."""
     return [] if other is None else [(problem.batch,), (problem.batch + 1,)]
+
+
+def order_steps(tiled: Tensor | None, other: Tensor | None, rows: int, ordered: Tensors) -> list[Step]:
+    """The launch that orders sequences, if there are any: see `order_sequences`."""
+    return [] if other is None else [Step(_order_launch, (other, tiled), (rows,), ordered)]
 
 
 def _order_launch(problem: AttentionProblem, tensors: Tensors, rows: int) -> Launch:

@@ -27,7 +27,7 @@ from tilewise.gpu.hopper.common.arguments import (
 )
 from tilewise.gpu.hopper.common.functions import compiled_functions, source_of
 from tilewise.gpu.hopper.mask.tile_map import tile_map
-from tilewise.gpu.launch.launch_plan import Launch, Tensors, run
+from tilewise.gpu.launch.launch_plan import Launch, Step, Tensors, run_steps
 
 BOX_COLUMNS = 64  # of pages smaller than a tile: in shared memory these columns of all rows are together
 # Of a row's weights, by thread: no P of 16 bits overflows, and four of them have a normal reciprocal.
@@ -37,6 +37,7 @@ HEADROOM = {torch.float16: 6.0, torch.bfloat16: 64.0}
 # Normal scores whose maximum in a tile is so far above their mean outgrow the largest sum within 64k keys; in
 # float16 a spike in the first tile tells of others.
 LARGEST_SPREAD = {torch.float16: 16.0, torch.bfloat16: 225.0}
+SMALL = (*Inputs._fields[3:8], "sinks")  # offsets, lengths, left padding and pages; these are read densely
 NOTHING_ASKED = (None,) * 3  # row_max, entropy, max_logit of a forward without statistics
 MANY_ROWS = 1 << 16  # of queries: two tiles of four warpgroups for nearly each of 132 SMs
 
@@ -54,35 +55,56 @@ def forward(
     And, if asked for, what rounding took from lse, row_max and entropy, in its shape, and max_logit (heads,).
     """
     cfg = config or (watched_config if statistics else forward_config)(problem, *statistics)
-    ready = host.keys_ready if problem.is_cached else host.tma_ready
-    query, key, value = host.tma_ready(inputs.query), ready(inputs.key), ready(inputs.value)
+    given = ready(problem, inputs)
+    query = given.query
     *batch, rows, heads, _ = query.shape
     out = new_out(query, problem.head_dim_v, order, problem.out_dtype)
     lse = query.new_empty((*batch, heads, rows), dtype=torch.float32)
-    cu_q, cu_k, lengths, leftpad, table, sinks = (
-        None if t is None else t.contiguous()
-        for t in (
-            inputs.cu_seqlens_q, inputs.cu_seqlens_k, inputs.seqlens_k, inputs.leftpad_k,
-            inputs.page_table, inputs.sinks,
-        )
-    )  # fmt: skip
-    held = cu_k if lengths is None else lengths
-    ordered = host.order_sequences(problem, cu_q, held, cfg.BLOCK_M // cfg.PACK)
-    mask = map_of(problem, inputs, cfg)
-    caches = (lengths, leftpad, table)
-    tensors = (query, key, value, sinks, cu_q, cu_k, *caches, *host.extras_of(problem, inputs))
     rounded, row_max, entropy = (
         lse.new_empty(lse.shape) if is_wanted else None
         for is_wanted in (residual, cfg.HAS_ROW_MAX, cfg.HAS_ENTROPY)
     )
     max_logit = lse.new_full((problem.num_heads,), float("-inf")) if cfg.HAS_MAX_LOGIT else None
     found = (out, lse, rounded, row_max, entropy, max_logit)
-    fresh = (*found, *ordered, host.scheduler_counter(query.device), *mask[:2])
-    run(forward_launch, problem, tensors, cfg, mask[2:], fresh=fresh)
+    ordered = host.new_order(problem, held_keys(given))
+    mask, extras = map_of(problem, inputs, cfg), host.extras_of(problem, inputs)
+    counter = host.scheduler_counter(query.device)
+    run_steps(problem, steps(cfg, given, found, ordered, counter, mask, extras))
     if "max_logit" in statistics and row_max is not None:
         max_logit = largest_of_heads(row_max)
     named = {"row_max": row_max, "entropy": entropy, "max_logit": max_logit}
     return tuple(t for t in (out, lse, rounded, *map(named.get, statistics)) if t is not None)
+
+
+def ready(problem: AttentionProblem, inputs: Inputs) -> Inputs:
+    """The inputs as the kernel takes them, but for those that `map_of` and `host.extras_of` give."""
+    keys_ready = host.keys_ready if problem.is_cached else host.tma_ready
+    small = {name: t.contiguous() for name in SMALL if (t := getattr(inputs, name)) is not None}
+    query, key, value = host.tma_ready(inputs.query), keys_ready(inputs.key), keys_ready(inputs.value)
+    return inputs._replace(query=query, key=key, value=value, **small)
+
+
+def held_keys(inputs: Inputs) -> Tensor | None:
+    """How many keys each sequence has: lengths of a cache, or offsets; None if all have as many."""
+    return inputs.cu_seqlens_k if inputs.seqlens_k is None else inputs.seqlens_k
+
+
+def steps(
+    cfg: ForwardConfig,
+    given: Inputs,
+    found: Tensors,
+    ordered: Tensors,
+    counter: Tensor,
+    mask: MaskMap,
+    extras: Tensors,
+) -> list[Step]:
+    """The launches. `found` are out, lse, and residual, row_max, entropy and max_logit, or None."""
+    tensors = (*given[:3], given.sinks, *given[3:8], *extras)
+    fresh = (*found, *ordered, counter, *mask[:2])
+    return [
+        *host.order_steps(given.cu_seqlens_q, held_keys(given), cfg.BLOCK_M // cfg.PACK, ordered),
+        Step(forward_launch, tensors, (cfg, mask[2:]), fresh),
+    ]
 
 
 def map_of(problem: AttentionProblem, inputs: Inputs, cfg: ForwardConfig) -> MaskMap:
