@@ -328,7 +328,7 @@ def check_blocks(s: Any, precision: str) -> None:
                 f"{name}_blocks.shape={tuple(t.shape)} and {name}_scale.shape={tuple(scale.shape)} must be "
                 f"(heads={heads}, blocks, rows, columns) and (heads, blocks)"
             )
-    if s.seqlens_k is not None or s.leftpad_k is not None or s.page_table is not None:
+    if s.seqlens_k is not None:
         raise NotImplementedError("a cache takes no Quantized query: attention_with_cache takes tensors")
     if any(t is not None and t.needs_grad for t in s):
         raise NotImplementedError(

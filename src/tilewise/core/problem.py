@@ -139,7 +139,7 @@ class AttentionProblem:
     has_alibi: bool = False
     has_sinks: bool = False
     is_packed: bool = False
-    is_cached: bool = False  # each sequence has its own range of keys: seqlens_k, leftpad_k or both
+    is_cached: bool = False  # each sequence has a number of keys, seqlens_k: also with pages and left padding
     has_leftpad: bool = False
     page_size: int | None = None
     is_quantized: bool = False  # keys and values are float8_e4m3fn, with a scale for each page and head
@@ -339,7 +339,7 @@ def describe_tensors(signatures: Any, options: Options, is_value_in_key: bool) -
         has_alibi=signatures.alibi_slopes is not None,
         has_sinks=signatures.sinks is not None,
         is_packed=is_packed,
-        is_cached=signatures.seqlens_k is not None or signatures.leftpad_k is not None,
+        is_cached=signatures.seqlens_k is not None,
         has_leftpad=signatures.leftpad_k is not None,
         page_size=page_size,
         is_quantized=signatures.key_scale is not None and signatures.key_blocks is None,

@@ -123,7 +123,7 @@ ROWS = (
         "llvm": "has no quantized caches", "aten": NO_CACHE,
     }),
     Row("packed sequences", lambda p: p.is_packed, {"aten": "has no packed sequences"}),
-    Row("caches and pages", lambda p: p.is_cached or p.is_paged, {
+    Row("caches and pages", lambda p: p.is_cached, {
         "aten": NO_CACHE, "hopper backward": "has no gradient of keys in a cache",
     }),
     Row("gradient of keys in pages", lambda p: p.is_paged, {

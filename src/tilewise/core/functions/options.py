@@ -55,7 +55,7 @@ def as_options(
 
 def key_shift(inputs: Inputs) -> int | None:
     """Keys less queries of every sequence; None where they differ, or are not known."""
-    if inputs.seqlens_k is not None or inputs.leftpad_k is not None:
+    if inputs.seqlens_k is not None:
         return None
     if inputs.cu_seqlens_q is not None:
         return 0 if inputs.cu_seqlens_q is inputs.cu_seqlens_k else None
@@ -110,7 +110,7 @@ def _with_score(
 def _bias(load: int, found: Trace, inputs: Inputs) -> Tensor | None:
     """A captured tensor as a bias (batch or 1, heads or 1, seqlen_q or 1, seqlen_k or 1) of a dense call."""
     query, graph = inputs.query, found.functions.graph
-    others = (inputs.bias, inputs.cu_seqlens_q, inputs.seqlens_k, inputs.leftpad_k, inputs.page_table)
+    others = (inputs.bias, inputs.cu_seqlens_q, inputs.seqlens_k)
     bias = found.tensors[graph.nodes[load].value]
     is_other = bias.device != query.device or bias.dtype.itemsize == 1
     if is_other or any(t is not None for t in others):

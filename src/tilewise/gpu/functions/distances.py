@@ -37,7 +37,7 @@ def with_bias_of_distances(problem: AttentionProblem) -> AttentionProblem:
 
 def of_distances(problem: AttentionProblem) -> DistanceBias | None:
     """What a problem's score function adds at each distance; None if it is no such function."""
-    if problem.bias_shape is not None or problem.is_cached or problem.is_paged:
+    if problem.bias_shape is not None or problem.is_cached:
         return None
     return distance_bias(problem.functions)
 

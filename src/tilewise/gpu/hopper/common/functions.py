@@ -33,7 +33,7 @@ def unserved_functions(problem: AttentionProblem) -> str | None:
     """None if a problem has no functions, or those that the kernels take, else why not."""
     if problem.functions is None:
         return None
-    if problem.is_cached or problem.is_paged:
+    if problem.is_cached:
         return "takes no functions with a cache"
     served = with_bias_of_distances(problem)
     has_mask = served.functions is not None and decode(served.functions).mask is not None

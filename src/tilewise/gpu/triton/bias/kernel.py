@@ -57,7 +57,7 @@ def attn_bwd_dbias_kernel(
     iterations = shares.loop_batch * shares.loop_heads * shares.loop_rows * shares.loop_cols
 
     IS_PACKED: tl.constexpr = ragged.cu_seqlens_q is not None
-    IS_CACHED: tl.constexpr = ragged.seqlens_k is not None or ragged.leftpad_k is not None
+    IS_CACHED: tl.constexpr = ragged.seqlens_k is not None
     # What a tile sees is the same in every iteration: they need no branch, so that their loads overlap.
     IS_UNIFORM: tl.constexpr = not (
         ROWS_BROADCAST or COLS_BROADCAST or IS_PACKED or IS_CACHED or cfg.MASK is not None

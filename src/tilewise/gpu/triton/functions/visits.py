@@ -26,7 +26,7 @@ def visits(
         block_m, block_n: queries and keys of a kernel's tile.
         by_key: rows are tiles of keys, and queries are looped over.
     """
-    if problem.functions is None or problem.is_packed or problem.is_cached or problem.is_paged:
+    if problem.functions is None or problem.is_packed or problem.is_cached:
         return None, None
     functions = decode(problem.functions)
     if not functions.hiding:
