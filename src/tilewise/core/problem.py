@@ -46,8 +46,8 @@ class Inputs(NamedTuple):
     value: Tensor
     cu_seqlens_q: Tensor | None = None
     cu_seqlens_k: Tensor | None = None
-    seqlens_k: Tensor | None = None  # (batch,) keys in use, counted from position 0
-    leftpad_k: Tensor | None = None  # (batch,) leading keys to ignore
+    seqlens_k: Tensor | None = None  # (batch,) rows in use, counted from the first, left padding too
+    leftpad_k: Tensor | None = None  # (batch,) rows before the first key, which may hold anything
     page_table: Tensor | None = None
     mask: Tensor | None = None  # bool, 4-D, broadcastable to (batch, num_heads, seqlen_q, seqlen_k)
     bias: Tensor | None = None  # float, 4-D, broadcastable likewise

@@ -233,7 +233,7 @@ class Cache(NamedTuple):
 
     seqlens_k: Any
     page_table: Any  # (batch, pages); None: sequence b is entry b
-    errors: Any  # flags for what is wrong in them: see `hopper.guards`
+    errors: Any  # flags for what is wrong in them: see `hopper.common.guards`
     key_scale: Any = None  # (pages, KV heads) of 8-bit pages
     value_scale: Any = None
     leftpad_k: Any = None  # rows of a sequence's before its first key

@@ -21,7 +21,7 @@ class WorkTile:
     batch: gl.tensor  # of a dense tensor; of packed sequences or a cache the sequence
     start_q: gl.tensor  # rows before the sequence, in the packed tensors; 0 if dense
     seqlen_q: gl.tensor
-    start_k: gl.tensor  # of a cache: see `cached_sequence`
+    start_k: gl.tensor  # likewise of keys; of a cache rows of left padding, or `WRONG_START`
     seqlen_k: gl.tensor
 
 

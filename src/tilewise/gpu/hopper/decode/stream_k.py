@@ -28,7 +28,7 @@ class Schedule:
     lengths: gl.tensor  # without it, see `guards.own_keys`
     units: gl.tensor
     ends: gl.tensor
-    start: gl.tensor  # units of a segment's start
+    start: gl.tensor  # units that a segment's start counts: START_UNITS, or 0 where tiles alone count
 
 
 @aggregate
@@ -37,14 +37,14 @@ class Split:
 
     batch: gl.tensor
     segment: gl.tensor  # within its sequence
-    tile: gl.tensor
+    tile: gl.tensor  # from 0 at the sequence's first keys, seen or not: see `ranges.tile_origin`
     count: gl.tensor
-    units: gl.tensor  # count, and the start's
+    units: gl.tensor  # count, and what it has of the start's
     is_whole: gl.tensor  # all of the segment
     row: gl.tensor  # first query
     kv_head: gl.tensor
     seqlen_q: gl.tensor
-    start_k: gl.tensor
+    start_k: gl.tensor  # rows of left padding
     seqlen_k: gl.tensor
 
 
