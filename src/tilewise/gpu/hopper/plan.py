@@ -77,7 +77,7 @@ def missing_device(problem: AttentionProblem) -> str | None:
 
 
 def unserved_shape(problem: AttentionProblem) -> str | None:
-    """None if one of the Hopper kernels takes the problem's sizes and options, else why not."""
+    """None if one of the Hopper kernels takes what `dispatch.capability` does not refuse, else why not."""
     sizes = (problem.head_dim, problem.head_dim_v)
     has_other_sizes = any(d % 8 or d > MAX_HEAD_DIM for d in sizes)
     is_latent = problem.is_cached and mla_launch.is_latent(problem)
@@ -94,13 +94,8 @@ def unserved_shape(problem: AttentionProblem) -> str | None:
         return mla_launch.supports(problem)
     if problem.is_cached and (decode_launch.has_few_queries(problem) or decode_launch.is_faster(problem)):
         return decode_launch.supports(problem)
-    if problem.is_quantized and problem.functions is not None:
-        return "takes no functions with 8-bit pages"
-    if problem.is_quantized:  # which are made 16 bits first, in no pages
-        return None
-    if problem.page_size is not None and not host.can_load_pages(problem.page_size):
-        return f"takes page sizes that are powers of two from 8, not {problem.page_size}"
-    return None
+    # 8-bit pages are made 16 bits first, in no pages
+    return None if problem.is_quantized else host.unserved_pages(problem)
 
 
 def watches(problem: AttentionProblem) -> bool:

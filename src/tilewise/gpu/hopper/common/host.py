@@ -304,9 +304,12 @@ def rows_per_entry(t: Tensor | None) -> int:
     return t.shape[1] if t.shape[0] == 1 else t.stride(0) // row_stride(t)
 
 
-def can_load_pages(page_size: int) -> bool:
-    """Whether TMA puts pages where a tile in shared memory has them: in whole groups of 8 rows."""
-    return page_size >= GROUP_ROWS and page_size & (page_size - 1) == 0
+def unserved_pages(problem: AttentionProblem) -> str | None:
+    """None if TMA puts pages where a tile in shared memory has them: in whole groups of 8 rows."""
+    size = problem.page_size
+    if size is None or (size >= GROUP_ROWS and size & (size - 1) == 0):
+        return None
+    return f"takes page sizes that are powers of two from {GROUP_ROWS}, not {size}"
 
 
 def descriptor(t: Tensor | None, box: tuple[int, int, int], is_bounded: bool) -> Any:

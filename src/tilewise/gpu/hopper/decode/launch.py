@@ -52,14 +52,14 @@ class CachedTensors(NamedTuple):
 
 def supports(problem: AttentionProblem) -> str | None:
     """None if the decoding kernels can do the problem, of which the other kernels' reasons are known."""
-    if problem.is_packed or problem.seqlen_q == 0:
+    if problem.is_packed:
         return "takes the same number of queries of each sequence, not packed ones"
     if problem.seqlen_k < MIN_KEYS or problem.batch > MAX_BATCH:
         return f"takes caches for at least {MIN_KEYS} keys and at most {MAX_BATCH} sequences"
     if problem.head_dim > MAX_HEAD_DIM or problem.group_size > WARPGROUP_ROWS:
         return f"takes caches for head sizes to {MAX_HEAD_DIM}, {WARPGROUP_ROWS} query heads on a key head"
-    if problem.page_size is not None and not host.can_load_pages(problem.page_size):
-        return f"takes page sizes that are powers of two from 8, not {problem.page_size}"
+    if reason := host.unserved_pages(problem):
+        return reason
     if problem.is_quantized and (reason := unserved_8_bit_pages(problem)):
         return reason
     has_tensors = problem.mask_shape is not None or problem.bias_shape is not None

@@ -27,10 +27,10 @@ FEW_SPLITS = 16  # as in `decode.launch`; starts cost more here, where queries a
 
 
 def supports(problem: AttentionProblem) -> str | None:
-    """None if the kernel serves a cache of these head sizes."""
+    """None if the kernel serves a cache of these head sizes, but for what `dispatch.capability` refuses."""
     if not problem.is_value_in_key:
         return f"takes head sizes {HEAD_DIMS} only where the values are the keys' first columns"
-    if problem.is_packed or not 0 < problem.seqlen_q <= FEW_QUERIES:
+    if problem.is_packed or problem.seqlen_q > FEW_QUERIES:
         return f"takes caches for 1 to {FEW_QUERIES} queries a sequence only"
     if problem.seqlen_k < MIN_KEYS or problem.batch > MAX_BATCH:
         return f"takes caches for at least {MIN_KEYS} keys and at most {MAX_BATCH} sequences"
@@ -43,9 +43,7 @@ def supports(problem: AttentionProblem) -> str | None:
         return f"takes head sizes {HEAD_DIMS} in pages of {BLOCK_N} or a multiple, not {problem.page_size}"
     if problem.is_quantized or problem.has_leftpad:
         return "takes neither 8-bit pages nor left padding"
-    has_tensors = problem.mask_shape is not None or problem.bias_shape is not None or problem.has_alibi
-    has_extras = has_tensors or problem.dropout_p > 0
-    if has_extras:
+    if problem.has_alibi:
         return f"takes head sizes {HEAD_DIMS} without mask, bias, ALiBi and dropout only"
     return too_many_units(problem, mla_config(problem))
 
