@@ -568,7 +568,7 @@ def scan_mask(
         bits[number] = torch.where(words >> (size - 1) > 0, words - (1 << size), words).to(bits.dtype)
 
 
-def list_tiles(states: torch.Tensor, tiles: torch.Tensor, key_tiles: int) -> None:
+def list_tiles(states: torch.Tensor, tiles: torch.Tensor, key_tiles: int, _: int) -> None:
     """What `mask.scan.list_tiles_kernel` writes."""
     tiles.fill_(-(1 << 20))  # entries that nobody may read
     for line, row in zip(states.view(-1, key_tiles).tolist(), tiles.view(-1, 2 * key_tiles + 1), strict=True):
@@ -581,7 +581,7 @@ def list_tiles(states: torch.Tensor, tiles: torch.Tensor, key_tiles: int) -> Non
 
 def list_queries(
     states: torch.Tensor, lists: torch.Tensor, stride_b: int, stride_h: int, stride_tile: int, heads: int,
-    group: int, key_tiles: int, tiles_q: int, block_m: int, offset: int, left: int, right: int,
+    group: int, key_tiles: int, tiles_q: int, block_m: int, offset: int, left: int, right: int, _: int,
 ) -> None:  # fmt: skip
     """What `mask.scan.list_queries_kernel` writes."""
     lists.fill_(-(1 << 20))
@@ -611,6 +611,19 @@ def copy_bias(bias: torch.Tensor, padded: torch.Tensor, *rest: int) -> None:
             tile[..., : own.shape[3]] = own
 
 
+def order_sequences(tiled: Any, other: Any, order: Any, first_tile: Any, *numbers: int) -> None:
+    """What `scheduler.order_sequences_kernel` writes."""
+    batch, seqlen_q, rows, has_offsets = numbers
+    order.copy_(torch.argsort(other.diff() if has_offsets else other, descending=True, stable=True))
+    lengths = torch.full((batch,), seqlen_q) if tiled is None else tiled.diff()
+    first_tile[0] = 0
+    first_tile[1:] = ((lengths[order.long()] + rows - 1) // rows).cumsum(0)
+
+
+PLAIN = (scan_mask, list_tiles, list_queries, copy_bias, order_sequences)
+STAND_INS = {f"{function.__name__}_kernel": function for function in PLAIN}
+
+
 def _as_kernels_take(x: Any) -> Any:
     if isinstance(x, tuple):
         items = map(_as_kernels_take, x)
@@ -620,27 +633,12 @@ def _as_kernels_take(x: Any) -> Any:
 
 def start(launched: Any, num_programs: int) -> None:
     """Run what `tilewise.gpu.launch.launch_plan.start` would launch on a GPU."""
-    if launched.kernel.__name__ == "order_sequences_kernel":
-        tiled, other, order, first_tile, batch, seqlen_q, rows, has_offsets = launched.arguments
-        order.copy_(torch.argsort(other.diff() if has_offsets else other, descending=True, stable=True))
-        lengths = torch.full((batch,), seqlen_q) if tiled is None else tiled.diff()
-        first_tile[0] = 0
-        first_tile[1:] = ((lengths[order.long()] + rows - 1) // rows).cumsum(0)
-        return
-    if launched.kernel.__name__ == "copy_bias_kernel":
-        copy_bias(*launched.arguments)
-        return
-    if launched.kernel.__name__ == "scan_mask_kernel":
-        scan_mask(*launched.arguments)
-        return
-    if launched.kernel.__name__ == "list_tiles_kernel":
-        list_tiles(*launched.arguments[:3])
-        return
-    if launched.kernel.__name__ == "list_queries_kernel":
-        list_queries(*launched.arguments[:-1])
+    name = launched.kernel.__name__
+    if name in STAND_INS:
+        STAND_INS[name](*launched.arguments)
         return
     arguments = map(_as_kernels_take, launched.fields)
-    run_grid(launched.kernel, num_programs, *arguments, is_alone=launched.kernel.__name__ in ALONE)
+    run_grid(launched.kernel, num_programs, *arguments, is_alone=name in ALONE)
 
 
 def _allocate(dtype: torch.dtype, shape: Sequence[int], layout: Any) -> Shared:
