@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import caches
 import tilewise
 from tilewise import reference
 from tilewise.core.problem import Inputs, Options
@@ -143,19 +144,13 @@ def draw_cache(seed: int, is_decoding: bool) -> tuple[Inputs, Options, list[Tens
     q = _tensor(rng, (max(1, ends[-1]), kv_heads * group, dims[0]), dtype) * steepness
     ends[-1] = len(q)
     tokens = [_tensor(rng, (batch, capacity, kv_heads, d), dtype) for d in dims]
-    held = torch.tensor(lengths, dtype=rng.choice((torch.int32, torch.int64)), device="cuda")
-    tensors: dict[str, Any] = {"seqlens_k": held}
-    behind = torch.arange(capacity, device="cuda") >= held[:, None]
-    stored = [t.masked_fill(behind[..., None, None], float("nan")) for t in tokens]
+    stored, tensors = caches.cached(tokens, lengths, page_size=page_size)
+    tensors["seqlens_k"] = tensors["seqlens_k"].to(rng.choice((torch.int32, torch.int64)))
     if page_size is not None and kernel_rng.random() < (0.8 if is_decoding else 0.3):
-        stored, tokens, tensors = in_8_bits(stored, page_size, rng.choice((1.0, 0.37)), tensors)
-    if page_size is not None:
-        table = torch.randperm(batch * capacity // page_size, device="cuda").view(batch, -1)
-        tensors["page_table"] = table.masked_fill(behind[:, ::page_size], 1 << 30).int()
-        where = table.flatten().argsort()
-        stored = [t.unflatten(1, (-1, page_size)).flatten(0, 1)[where] for t in stored]
-        scales = {name: tensors[name][where] for name in ("key_scale", "value_scale") if name in tensors}
-        tensors |= scales
+        factor = rng.choice((1.0, 0.37))
+        scales = [factor * 2.0 ** torch.randint(-3, 4, (len(t), kv_heads), device="cuda") for t in stored]
+        stored, tokens = caches.in_8_bits(stored, scales, tensors["page_table"])
+        tensors |= dict(zip(("key_scale", "value_scale"), scales))
     if is_packed:
         tensors["cu_seqlens_q"] = torch.tensor(ends, dtype=torch.int32, device="cuda")
     else:
@@ -169,22 +164,6 @@ def draw_cache(seed: int, is_decoding: bool) -> tuple[Inputs, Options, list[Tens
         scale=rng.choice((None, None, 0.3)),
     )
     return Inputs(q, *stored, **tensors), options, tokens, lengths, ends
-
-
-def in_8_bits(
-    stored: list[Tensor], page_size: int, factor: float, tensors: dict[str, Any]
-) -> tuple[list[Tensor], list[Tensor], dict[str, Any]]:
-    """Rows of caches as float8_e4m3fn, what they stand for, and tensors with the scales of their pages."""
-    held = [t.to(torch.float8_e4m3fn) for t in stored]
-    batch, capacity, kv_heads, _ = stored[0].shape
-    shape = batch, capacity // page_size, kv_heads
-    scales = [factor * 2.0 ** torch.randint(-3, 4, shape, device="cuda") for _ in held]
-    tokens = [
-        (t.float().unflatten(1, (-1, page_size)) * scale[:, :, None, :, None]).flatten(1, 2).double()
-        for t, scale in zip(held, scales)
-    ]
-    flat = (scale.flatten(0, 1) for scale in scales)
-    return held, tokens, tensors | dict(zip(("key_scale", "value_scale"), flat))
 
 
 def check_cache(seed: int, is_decoding: bool) -> None:

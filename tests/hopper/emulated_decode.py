@@ -1,12 +1,13 @@
 """Check the decoding kernels on the CPU, run by `emulator`: prints one line a case, fails on the first error.
 
-Caches hold NaN wherever no sequence has a token, and page numbers before a sequence's first page lead astray.
 Workers are few, so that splits end anywhere.
 """
 
 from __future__ import annotations
 
+import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import emulator
@@ -14,7 +15,9 @@ import torch
 
 emulator.install()
 emulator.TIMEOUT = 20.0
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from caches import cached, in_8_bits
 from tilewise import reference
 from tilewise.cache.quantized_pages import LEAST_EXPONENT
 from tilewise.core.device_errors import check_errors
@@ -27,7 +30,6 @@ from tilewise.gpu.hopper.decode import (
 )
 from tilewise.gpu.launch import launch_plan
 
-NAN = float("nan")
 LENGTHS = [300, 0, 1, 517, 64]
 LATENT = decode_mla_launch.HEAD_DIMS  # one vector a key, whose first columns are the value
 # name: queries, heads, key heads, head sizes, page size, workers, options
@@ -153,13 +155,6 @@ CASES: dict[str, tuple[int, int, int, int, int, int | None, int, dict[str, Any]]
 }
 
 
-def in_pages(t: torch.Tensor, page_size: int, table: torch.Tensor) -> torch.Tensor:
-    pages = t.unflatten(1, (-1, page_size)).flatten(0, 1)
-    pool = torch.full((len(pages) + 1, *pages.shape[1:]), NAN, dtype=t.dtype)
-    pool[table.flatten().long()] = pages
-    return pool
-
-
 def check_reported(is_wrong: bool) -> None:
     """`check_errors` raises if and only if something was wrong."""
     try:
@@ -181,7 +176,7 @@ def check(name: str) -> float:
     all_lengths = [capacity] * 2 if is_dense else options.pop("lengths", LENGTHS)
     has_sink, has_least = options.pop("sink", False), options.pop("least", False)
     wrong, is_8_bit, size = options.pop("wrong", {}), options.pop("8 bits", False), options.pop("size", 1.0)
-    batch, lengths = len(all_lengths), torch.tensor(all_lengths, dtype=torch.int32)
+    batch = len(all_lengths)
     q = torch.randn(batch, queries, heads, dim).bfloat16() * size
     if size != 1:
         options["scale"] = dim**-0.5 / size
@@ -192,33 +187,20 @@ def check(name: str) -> float:
     if has_sink:  # a first key that has nearly all weight, and no value: the others have 2^-26 each
         q, k, v = torch.ones_like(q), torch.zeros_like(k), torch.full_like(v, 400.0)
         k[:, 0], v[:, 0] = 26 * 0.6931 / dim**0.5, 0.0
-    starts = options.pop("leftpad", [0] * batch)
-    pads = torch.tensor(starts, dtype=torch.int32)
-    beyond = torch.arange(capacity) >= lengths[:, None]
-    beyond = (beyond | (torch.arange(capacity) < pads[:, None]))[..., None, None]
-    stored = [t.masked_fill(beyond, NAN) for t in (k, v)]
-    extras: dict[str, torch.Tensor] = {} if is_dense else {"seqlens_k": lengths}
-    if any(starts):
-        extras["leftpad_k"] = pads
-    if page_size is not None:
-        extras["page_table"] = torch.randperm(batch * capacity // page_size).view(batch, -1).int()
-        stored = [in_pages(t, page_size, extras["page_table"]) for t in stored]
-        if is_8_bit:
-            stored = [t.to(torch.float8_e4m3fn) for t in stored]
-            powers = [torch.randint(-2, 3, (len(stored[0]), kv_heads)).mul(not has_sink) for _ in stored]
-            if has_least:
-                powers[1][::3] = LEAST_EXPONENT
-            scales = [2.0**n for n in powers]
-            extras |= {"key_scale": scales[0], "value_scale": scales[1]}
-            k, v = (
-                (pages.float() * scale[:, None, :, None])[extras["page_table"].long()].flatten(1, 2)
-                for pages, scale in zip(stored, scales)
-            )
-        ends = (torch.arange(capacity // page_size) + 1) * page_size
-        extras["page_table"].masked_fill_(ends <= pads[:, None], -1)  # pages before a sequence are not read
-        for b, place in wrong.items():
-            if place is not None:
-                extras["page_table"][b, place[0]] = place[1]
+    leftpad = options.pop("leftpad", None)
+    stored, extras = cached([k, v], all_lengths, leftpad, page_size)
+    if is_dense:
+        extras = {}
+    if is_8_bit:
+        powers = [torch.randint(-2, 3, (len(stored[0]), kv_heads)).mul(not has_sink) for _ in stored]
+        if has_least:
+            powers[1][::3] = LEAST_EXPONENT
+        scales = [2.0**n for n in powers]
+        stored, (k, v) = in_8_bits(stored, scales, extras["page_table"])
+        extras |= {"key_scale": scales[0], "value_scale": scales[1]}
+    for b, place in wrong.items():
+        if place is not None:
+            extras["page_table"][b, place[0]] = place[1]
     if is_latent:
         stored[1] = stored[0][..., :dim_v]
     own: dict[str, torch.Tensor] = {}
@@ -236,7 +218,7 @@ def check(name: str) -> float:
     check_reported(bool(wrong))
     visibility = problem.visibility()
     worst = 0.0
-    for b, (pad, length) in enumerate(zip(starts, all_lengths)):
+    for b, (pad, length) in enumerate(zip(leftpad or [0] * batch, all_lengths)):
         if b in wrong:
             assert out[b].isnan().all() and lse[b].isnan().all(), f"{name}: sequence {b}"
             continue

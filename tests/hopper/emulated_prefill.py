@@ -1,8 +1,6 @@
 """Check the forward kernel on caches on the CPU, by `emulator`: one line a case, fails on the first error.
 
-Caches hold NaN wherever no sequence has a token, and page tables lead astray before a sequence's first page
-and behind its last. Where a length, a left padding or a page is wrong, all rows of the sequence are NaN, and
-`check_errors` raises.
+Rows of a sequence whose length, left padding or pages are wrong are NaN, and `check_errors` raises.
 """
 
 from __future__ import annotations
@@ -12,7 +10,7 @@ from typing import Any
 
 import emulator
 import torch
-from emulated_decode import NAN, check_reported, in_pages  # which installs the emulator
+from emulated_decode import cached, check_reported  # which installs the emulator
 
 from tilewise import reference
 from tilewise.core.problem import Inputs, Options, describe
@@ -112,29 +110,17 @@ def check(name: str) -> float:
     by_head = options.pop("by_head", False)
     given, wrong = options.pop("lengths", LENGTHS), options.pop("wrong", {})
     held = [min(max(n, 0), capacity) for n in given]
-    batch, lengths = len(given), torch.tensor(given, dtype=torch.int32)
+    batch = len(given)
     own_q = queries if isinstance(queries, list) else [queries] * batch
     ends = [0, *itertools.accumulate(own_q)]
     dtype = torch.float16 if options.pop("float16", False) else torch.bfloat16
     q = torch.randn(ends[-1], heads, dim).to(dtype)
     k, v = (torch.randn(batch, capacity, kv_heads, d).to(dtype) for d in (dim, dim_v))
-    starts = options.pop("leftpad", [0] * batch)
-    pads = torch.tensor(starts, dtype=torch.int32)
-    beyond = torch.arange(capacity) >= lengths[:, None]
-    beyond = (beyond | (torch.arange(capacity) < pads[:, None]))[..., None, None]
-    stored = [t.masked_fill(beyond, NAN) for t in (k, v)]
-    extras: dict[str, torch.Tensor] = {"seqlens_k": lengths}
-    if any(starts):
-        extras["leftpad_k"] = pads
-    if page_size is not None:
-        table = torch.randperm(batch * capacity // page_size).view(batch, -1).int()
-        stored = [in_pages(t, page_size, table) for t in stored]
-        first_rows = torch.arange(table.shape[1]) * page_size
-        is_unused = (first_rows >= lengths[:, None]) | (first_rows + page_size <= pads[:, None])
-        extras["page_table"] = table.masked_fill(is_unused, 1 << 30)
-        for b, place in wrong.items():
-            if place is not None:
-                extras["page_table"][b, place[0]] = place[1]
+    leftpad = options.pop("leftpad", None)
+    stored, extras = cached([k, v], given, leftpad, page_size)
+    for b, place in wrong.items():
+        if place is not None:
+            extras["page_table"][b, place[0]] = place[1]
     if by_head:
         stored = [t.transpose(1, 2).contiguous().transpose(1, 2) for t in stored]
     if isinstance(queries, list):
@@ -150,6 +136,7 @@ def check(name: str) -> float:
     if lse.ndim == 3:
         lse = lse.transpose(0, 1).flatten(1)
     visibility, worst = problem.visibility(), 0.0
+    starts = leftpad or [0] * batch
     for b, (start, end) in enumerate(itertools.pairwise(ends)):
         if start == end:
             continue

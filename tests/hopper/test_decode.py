@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import caches
 from tilewise import KVCache, attention_with_cache, reference
 from tilewise.core.problem import Inputs, Options, describe
 from tilewise.core.signature import Request
@@ -23,7 +24,6 @@ IS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == 
 pytestmark = pytest.mark.skipif(not IS_HOPPER, reason="needs an NVIDIA Hopper GPU")
 
 LENGTHS = [1500, 0, 5000, 1, 257, 64]
-NAN = float("nan")
 
 
 def cached(
@@ -35,28 +35,12 @@ def cached(
     lengths: list[int] = LENGTHS,
     leftpad: list[int] | None = None,
 ) -> tuple[Inputs, Tensor, Tensor]:
-    """A cache that holds NaN wherever no sequence has a token, and its keys and values.
-
-    leftpad: rows of each sequence that are no tokens, at its beginning.
-    """
+    """Queries and a cache for them, as `caches` fills one; its keys and values."""
     batch, capacity = len(lengths), -(-max(lengths) // 256) * 256
-    held = torch.tensor(lengths, dtype=torch.int32, device="cuda")
     q = torch.randn(batch, queries, heads[0], dims[0], device="cuda").to(dtype)
     k, v = (torch.randn(batch, capacity, heads[1], d, device="cuda").to(dtype) for d in dims)
-    pads = None if leftpad is None else torch.tensor(leftpad, dtype=torch.int32, device="cuda")
-    row = torch.arange(capacity, device="cuda")
-    beyond = row >= held[:, None] if pads is None else (row < pads[:, None]) | (row >= held[:, None])
-    stored = [t.masked_fill(beyond[..., None, None], NAN) for t in (k, v)]
-    if page_size is None:
-        return Inputs(q, *stored, seqlens_k=held, leftpad_k=pads), k, v
-    table = torch.randperm(batch * capacity // page_size, device="cuda").view(batch, -1).int()
-    pools = []
-    for t in stored:
-        pages = t.unflatten(1, (-1, page_size)).flatten(0, 1)
-        pool = torch.full_like(torch.cat([pages, pages[:1]]), NAN)
-        pool[table.flatten().long()] = pages
-        pools.append(pool)
-    return Inputs(q, *pools, seqlens_k=held, leftpad_k=pads, page_table=table), k, v
+    stored, where = caches.cached([k, v], lengths, leftpad, page_size)
+    return Inputs(q, *stored, **where), k, v
 
 
 def check(
@@ -105,16 +89,10 @@ def test_left_padding(page_size: int | None, dim: int):
 
 def in_8_bits(inputs: Inputs) -> tuple[Inputs, Tensor, Tensor]:
     """Pages as float8_e4m3fn, with a scale for each page and head, and what keys and values they hold."""
-    pools = [t.to(torch.float8_e4m3fn) for t in inputs[1:3]]
-    scales = [2.0 ** torch.randint(-3, 4, (len(t), t.shape[2]), device="cuda") for t in pools]
-    assert inputs.page_table is not None
-    table = inputs.page_table.long()
-    held = [
-        (t.to(inputs.query.dtype) * scale[:, None, :, None].to(inputs.query.dtype))[table].flatten(1, 2)
-        for t, scale in zip(pools, scales)
-    ]
+    scales = [2.0 ** torch.randint(-3, 4, (len(t), t.shape[2]), device="cuda") for t in inputs[1:3]]
+    pools, (k, v) = caches.in_8_bits(inputs[1:3], scales, inputs.page_table)
     given = dict(zip(("key", "value", "key_scale", "value_scale"), (*pools, *scales)))
-    return inputs._replace(**given), held[0], held[1]
+    return inputs._replace(**given), k, v
 
 
 @pytest.mark.parametrize("dims", [(128, 128), (64, 64), (48, 32), (112, 96)], ids=str)
@@ -145,8 +123,7 @@ def test_8_bit_pages_beside_each_other(page_size: int, queries: int):
     key, value = pool.split(128, -1)
     ones = torch.ones_like(inputs.key_scale)
     inputs = inputs._replace(key=key, value=value, key_scale=0.37 * ones, value_scale=2.9 * ones)
-    table = inputs.page_table.long()
-    k, v = ((t.float() * f)[table].flatten(1, 2) for t, f in ((key, 0.37), (value, 2.9)))
+    k, v = (caches.in_rows(t.float() * f, inputs.page_table) for t, f in ((key, 0.37), (value, 2.9)))
     out, lse, _ = plans.attend(inputs, Options(causal=True), "hopper", Request())
     for b, length in enumerate(inputs.seqlens_k.tolist()):
         own = inputs.query[b : b + 1], k[b : b + 1, :length], v[b : b + 1, :length]
@@ -235,8 +212,8 @@ def test_workers_with_whole_segments(queries: int, batch: int):
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
 def test_new_tokens(page_size: int | None, dtype: torch.dtype):
     """One launch writes them where they belong and hands the lengths with them to the attention behind it."""
-    inputs, k, v = cached(2, (8, 2), (128, 128), page_size)
-    held = torch.tensor([max(n - 2, 0) for n in LENGTHS], device="cuda", dtype=dtype)
+    inputs, k, v = cached(2, (8, 2), (128, 128), page_size, lengths=[max(n, 2) for n in LENGTHS])
+    held = (inputs.seqlens_k - 2).to(dtype)
     new = [torch.randn(len(LENGTHS), 2, 2, 128, device="cuda").bfloat16() for _ in range(2)]
     out = flash_attn_with_kvcache(
         inputs.query, inputs.key, inputs.value, *new, cache_seqlens=held, causal=True,

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import caches
 from tilewise import KVCache, PagedKVCache, attention_with_cache, reference
 from tilewise.core.problem import Inputs, Options, describe
 from tilewise.dispatch import choice as dispatch
@@ -20,7 +21,6 @@ pytestmark = pytest.mark.skipif(not IS_HOPPER, reason="needs an NVIDIA Hopper GP
 
 LENGTHS = [1500, 0, 3000, 1, 257, 64]
 DIM, DIM_V = decode_mla_launch.HEAD_DIMS
-NAN = float("nan")
 
 
 def cached(
@@ -30,19 +30,12 @@ def cached(
     dtype: torch.dtype = torch.bfloat16,
     lengths: list[int] = LENGTHS,
 ) -> tuple[Inputs, Tensor]:
-    """A cache that holds NaN wherever no sequence has a token, and its keys."""
+    """Queries and a cache for them, as `caches` fills one; its keys."""
     batch, capacity = len(lengths), -(-max(lengths) // 256) * 256
-    held = torch.tensor(lengths, dtype=torch.int32, device="cuda")
     q = torch.randn(batch, queries, heads, DIM, device="cuda").to(dtype)
     k = torch.randn(batch, capacity, 1, DIM, device="cuda").to(dtype)
-    stored = k.masked_fill((torch.arange(capacity, device="cuda") >= held[:, None])[..., None, None], NAN)
-    if page_size is None:
-        return Inputs(q, stored, stored[..., :DIM_V], seqlens_k=held), k
-    table = torch.randperm(batch * capacity // page_size, device="cuda").view(batch, -1).int()
-    pages = stored.unflatten(1, (-1, page_size)).flatten(0, 1)
-    pool = torch.full_like(torch.cat([pages, pages[:1]]), NAN)
-    pool[table.flatten().long()] = pages
-    return Inputs(q, pool, pool[..., :DIM_V], seqlens_k=held, page_table=table), k
+    (stored,), where = caches.cached([k], lengths, page_size=page_size)
+    return Inputs(q, stored, stored[..., :DIM_V], **where), k
 
 
 def check(inputs: Inputs, k: Tensor, **options: Any) -> tuple[Tensor, Tensor]:

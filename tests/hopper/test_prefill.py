@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import caches
 from backends import Backend
 from tilewise import KVCache, PagedKVCache, attention_with_cache, reference
 from tilewise.core.problem import Inputs, Options, describe
@@ -22,14 +23,10 @@ pytestmark = pytest.mark.skipif(not IS_HOPPER, reason="needs an NVIDIA Hopper GP
 
 LENGTHS = [1500, 0, 2900, 1, 257, 64]
 RAGGED = [300, 5, 129, 1, 257, 0]  # queries of these sequences
-NAN = float("nan")
 
 
 class Cached:
-    """A cache that holds NaN wherever no sequence has a token, queries for it, and its keys and values.
-
-    leftpad: rows of each sequence that are no tokens, at its beginning.
-    """
+    """Queries and a cache for them, as `caches` fills one; its keys and values."""
 
     def __init__(
         self,
@@ -46,20 +43,9 @@ class Cached:
         own = queries if isinstance(queries, list) else [queries] * batch
         self.ends, self.lengths = [0, *accumulate(own)], lengths
         self.leftpad = leftpad or [0] * batch
-        pads = torch.tensor(self.leftpad, dtype=torch.int32, device="cuda")
-        held = torch.tensor(lengths, dtype=torch.int32, device="cuda")
         q = torch.randn(self.ends[-1], heads[0], dims[0], device="cuda").to(dtype)
         self.k, self.v = (torch.randn(batch, capacity, heads[1], d, device="cuda").to(dtype) for d in dims)
-        row = torch.arange(capacity, device="cuda")
-        beyond = ((row < pads[:, None]) | (row >= held[:, None]))[..., None, None]
-        stored, extras = [t.masked_fill(beyond, NAN) for t in (self.k, self.v)], {"seqlens_k": held}
-        if leftpad:
-            extras["leftpad_k"] = pads
-        if page_size is not None:
-            table = torch.randperm(batch * capacity // page_size, device="cuda").view(batch, -1).int()
-            stored = [self.in_pages(t, table, page_size) for t in stored]
-            is_unused = torch.arange(table.shape[1], device="cuda") * page_size >= held[:, None]
-            extras["page_table"] = table.masked_fill(is_unused, 1 << 30)
+        stored, extras = caches.cached([self.k, self.v], lengths, leftpad, page_size)
         if isinstance(queries, list):
             extras["cu_seqlens_q"] = torch.tensor(self.ends, dtype=torch.int32, device="cuda")
         else:
@@ -67,13 +53,6 @@ class Cached:
         if sinks:
             extras["sinks"] = torch.randn(heads[0], device="cuda")
         self.inputs = Inputs(q, *stored, **extras)
-
-    @staticmethod
-    def in_pages(t: Tensor, table: Tensor, page_size: int) -> Tensor:
-        pages = t.unflatten(1, (-1, page_size)).flatten(0, 1)
-        pool = torch.full_like(torch.cat([pages, pages[:1]]), NAN)
-        pool[table.flatten().long()] = pages
-        return pool
 
     def check(self, out: Tensor, lse: Tensor, **options: Any) -> None:
         """By the project's rule, all sequences together."""
