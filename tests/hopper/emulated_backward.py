@@ -41,27 +41,15 @@ CASES = {
     "small_heads": (100, 130, 1, 1, 80, 40, {"causal": True}),
     "deterministic": (200, 300, 1, 1, 128, 128, {"deterministic": True}),
     "deterministic_groups": (300, 260, 3, 1, 64, 64, {"deterministic": True, "causal": True}),
-    "deterministic_window": (
-        400,
-        400,
-        2,
-        1,
-        64,
-        64,
-        {"deterministic": True, "causal": True, "window_left": 90},
-    ),
+    "deterministic_window": (400, 400, 2, 1, 64, 64, {
+        "deterministic": True, "causal": True, "window_left": 90,
+    }),
     "deterministic_causal": (260, 420, 2, 1, 128, 128, {"deterministic": True, "causal": True}),
     # most keys seen by no query, worked on before the others, and after them
     "deterministic_unseen": (70, 600, 1, 1, 128, 128, {"deterministic": True, "window_left": 50}),
-    "deterministic_unseen_causal": (
-        70,
-        600,
-        2,
-        1,
-        64,
-        64,
-        {"deterministic": True, "causal": True, "window_left": 20},
-    ),
+    "deterministic_unseen_causal": (70, 600, 2, 1, 64, 64, {
+        "deterministic": True, "causal": True, "window_left": 20,
+    }),
     # the last round's tiles in splits: units that end inside of a tile, with it, and of several tiles
     # all keys equal, and scores so large that a float32 lse has lost the sum
     "large": (130, 200, 2, 2, 128, 128, {"large": 2.0**20, "causal": True}),
@@ -91,30 +79,18 @@ CASES = {
     "slim_softcap": (100, 270, 2, 2, 160, 100, {"softcap": 3.0, "causal": True}),
     "wide_softcap": (100, 140, 1, 1, 160, 160, {"softcap": 3.0}),
     "wide_packed": ([100, 0, 70, 1], [130, 20, 0, 7], 2, 1, 256, 256, {"causal": True}),
-    "packed_deterministic": (
-        [100, 129, 1],
-        [100, 200, 3],
-        2,
-        1,
-        128,
-        128,
-        {"causal": True, "deterministic": True},
-    ),
+    "packed_deterministic": ([100, 129, 1], [100, 200, 3], 2, 1, 128, 128, {
+        "causal": True, "deterministic": True,
+    }),
     "mask_random": (200, 150, 4, 2, 128, 128, {"mask": "random"}),
     "mask_padding": (300, 400, 2, 2, 64, 64, {"mask": "padding"}),
     "mask_left_padding_causal": (300, 300, 4, 2, 64, 64, {"mask": "left_padding", "causal": True}),
     "mask_prefix": (300, 300, 2, 2, 128, 128, {"mask": "prefix", "softcap": 3.0}),
     "mask_blocks": (520, 700, 4, 2, 64, 64, {"mask": "blocks"}),
     "mask_blocks_causal": (260, 400, 2, 1, 128, 128, {"mask": "blocks", "causal": True}),
-    "mask_blocks_window": (
-        500,
-        650,
-        2,
-        2,
-        64,
-        64,
-        {"mask": "blocks", "window_left": 200, "window_right": 30},
-    ),
+    "mask_blocks_window": (500, 650, 2, 2, 64, 64, {
+        "mask": "blocks", "window_left": 200, "window_right": 30,
+    }),
     "mask_rows": (300, 200, 2, 2, 64, 40, {"mask": "rows"}),
     "dropout": (130, 200, 2, 2, 128, 128, {"dropout_p": 0.1}),
     "dropout_causal": (300, 260, 2, 1, 64, 64, {"dropout_p": 0.5, "causal": True}),
@@ -122,15 +98,9 @@ CASES = {
     "dropout_softcap": (150, 150, 2, 1, 64, 40, {"dropout_p": 0.3, "softcap": 3.0, "window_left": 60}),
     "dropout_splits": (700, 500, 2, 2, 64, 64, {"dropout_p": 0.8}),
     "dropout_packed": ([100, 0, 70, 1], [130, 20, 0, 7], 4, 2, 128, 128, {"dropout_p": 0.4}),
-    "dropout_deterministic": (
-        260,
-        420,
-        2,
-        1,
-        128,
-        128,
-        {"dropout_p": 0.2, "deterministic": True, "causal": True},
-    ),
+    "dropout_deterministic": (260, 420, 2, 1, 128, 128, {
+        "dropout_p": 0.2, "deterministic": True, "causal": True,
+    }),
     "alibi": (300, 290, 4, 2, 128, 128, {"alibi": 1}),
     "alibi_causal": (300, 260, 2, 1, 64, 64, {"alibi": 1, "causal": True, "softcap": 3.0}),
     "alibi_packed": ([100, 0, 70, 1], [130, 20, 0, 7], 4, 2, 64, 64, {"alibi": 2, "dropout_p": 0.4}),
@@ -149,15 +119,9 @@ CASES = {
     "score": (300, 290, 4, 2, 128, 128, {"score": True}),
     "score_causal_d64": (400, 301, 3, 1, 64, 64, {"score": True, "causal": True}),
     "score_packed": ([100, 0, 70, 200], [130, 20, 0, 300], 4, 1, 128, 128, {"score": True, "causal": True}),
-    "score_mask_dropout": (
-        100,
-        330,
-        2,
-        2,
-        128,
-        128,
-        {"score": True, "mask": "blocks", "softcap": 3.0, "dropout_p": 0.3},
-    ),
+    "score_mask_dropout": (100, 330, 2, 2, 128, 128, {
+        "score": True, "mask": "blocks", "softcap": 3.0, "dropout_p": 0.3,
+    }),
     "inlined": (300, 450, 4, 2, 128, 128, {"inlined": True}),
     "inlined_causal_d64": (400, 401, 3, 1, 64, 64, {"inlined": True, "causal": True}),
     "inlined_score": (300, 290, 2, 1, 128, 128, {"inlined": True, "score": True, "dropout_p": 0.3}),
@@ -166,7 +130,7 @@ CASES = {
     "mask_dropout": (300, 300, 4, 2, 64, 64, {"dropout_p": 0.2, "mask": "blocks", "causal": True}),
     "mask_large": (200, 200, 2, 1, 64, 64, {"mask": "blocks", "large": 2.0**20}),
     "mask_nothing": (150, 200, 2, 2, 64, 64, {"mask": "nothing"}),
-}
+}  # fmt: skip
 # with gradients in float32, too
 WIDE = {
     "full", "small_heads", "deterministic_causal", "splits", "splits_in_dq", "splits_causal_groups", "packed",

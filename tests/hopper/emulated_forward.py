@@ -54,15 +54,9 @@ CASES: dict[str, tuple[Any, Any, int, int, int, int, dict[str, Any]]] = {
     # references of which the far tile's, which comes first, is large enough: nothing is done again
     "ramp_both_ends": (300, 1300, 2, 1, 128, 128, {"scale": 1.0, "ramp": 0.2}),
     "ramp_both_ends_causal": (1300, 1300, 1, 1, 64, 64, {"scale": 1.0, "ramp": 0.2, "causal": True}),
-    "ramp_both_ends_packed": (
-        [100, 0, 1100],
-        [130, 20, 1200],
-        2,
-        1,
-        64,
-        64,
-        {"scale": 1.0, "ramp": 0.15, "causal": True},
-    ),
+    "ramp_both_ends_packed": ([100, 0, 1100], [130, 20, 1200], 2, 1, 64, 64, {
+        "scale": 1.0, "ramp": 0.15, "causal": True,
+    }),
     # sums that are small enough, but not for values that large
     "large_values": (256, 256, 2, 2, 64, 64, {"scale": 1.0, "ramp": 3.0, "largest_value": 2.0**110}),
     # and values so small that what is far below the reference would be lost
@@ -86,15 +80,9 @@ CASES: dict[str, tuple[Any, Any, int, int, int, int, dict[str, Any]]] = {
     "mask_prefix_d256": (300, 300, 2, 2, 256, 256, {"mask": "prefix"}),
     "mask_blocks": (520, 700, 4, 2, 128, 128, {"mask": "blocks"}),
     "mask_blocks_d64": (520, 700, 3, 3, 64, 64, {"mask": "blocks", "causal": True}),
-    "mask_blocks_window": (
-        500,
-        650,
-        2,
-        2,
-        64,
-        64,
-        {"mask": "blocks", "window_left": 200, "window_right": 30},
-    ),
+    "mask_blocks_window": (500, 650, 2, 2, 64, 64, {
+        "mask": "blocks", "window_left": 200, "window_right": 30,
+    }),
     "mask_rows": (300, 200, 2, 2, 128, 128, {"mask": "rows", "sinks": True, "softcap": 3.0}),
     "mask_few_queries": (5, 400, 8, 2, 128, 128, {"mask": "random", "causal": True}),
     "mask_more_queries": (300, 70, 2, 1, 64, 64, {"mask": "blocks", "causal": True}),
@@ -112,15 +100,9 @@ CASES: dict[str, tuple[Any, Any, int, int, int, int, dict[str, Any]]] = {
     "alibi_long_causal_d64": (2100, 2100, 1, 1, 64, 64, {"alibi": 1, "causal": True}),
     "alibi_few_queries": (5, 400, 8, 2, 128, 128, {"alibi": 1, "causal": True, "softcap": 3.0}),
     "alibi_packed": ([100, 0, 70, 1, 200], [130, 20, 0, 7, 300], 4, 1, 64, 64, {"alibi": 2}),
-    "mask_alibi_window": (
-        300,
-        500,
-        2,
-        2,
-        64,
-        64,
-        {"mask": "blocks", "alibi": 1, "window_left": 200, "window_right": 30},
-    ),
+    "mask_alibi_window": (300, 500, 2, 2, 64, 64, {
+        "mask": "blocks", "alibi": 1, "window_left": 200, "window_right": 30,
+    }),
     "bias": (300, 290, 4, 2, 128, 128, {"bias": "full"}),
     "bias_odd_causal_d64": (400, 301, 3, 1, 64, 64, {"bias": "heads", "causal": True}),
     "bias_of_keys": (300, 200, 2, 1, 64, 64, {"bias": "keys", "softcap": 3.0, "sinks": True}),
@@ -133,44 +115,26 @@ CASES: dict[str, tuple[Any, Any, int, int, int, int, dict[str, Any]]] = {
     "distances_causal_d64": (400, 301, 3, 1, 64, 64, {"distances": True, "causal": True}),
     "distances_one_head": (64, 260, 1, 1, 64, 64, {"distances": True}),
     "distances_few_queries": (5, 400, 8, 2, 128, 128, {"distances": True, "dropout_p": 0.2, "softcap": 3.0}),
-    "distances_steep_window": (
-        300,
-        70,
-        2,
-        2,
-        64,
-        64,
-        {"distances": True, "mask": "blocks", "scale": 20.0, "window_left": 60},
-    ),
+    "distances_steep_window": (300, 70, 2, 2, 64, 64, {
+        "distances": True, "mask": "blocks", "scale": 20.0, "window_left": 60,
+    }),
     "score": (300, 290, 4, 2, 128, 128, {"score": True}),
     "score_causal_d64": (400, 301, 3, 1, 64, 64, {"score": True, "causal": True}),
     "score_packed": ([100, 0, 70, 200], [130, 20, 0, 300], 4, 1, 64, 64, {"score": True, "causal": True}),
     "score_few_queries_many_keys": (5, 1100, 4, 2, 128, 128, {"score": True, "softcap": 3.0}),
     "score_few_queries": (5, 400, 8, 2, 128, 128, {"score": True, "dropout_p": 0.2, "softcap": 3.0}),
-    "score_mask_steep_d256": (
-        200,
-        170,
-        2,
-        2,
-        256,
-        256,
-        {"score": True, "mask": "blocks", "scale": 9.0, "sinks": True},
-    ),
+    "score_mask_steep_d256": (200, 170, 2, 2, 256, 256, {
+        "score": True, "mask": "blocks", "scale": 9.0, "sinks": True,
+    }),
     "inlined": (500, 650, 4, 2, 128, 128, {"inlined": True}),
     "inlined_causal_d64": (400, 401, 3, 1, 64, 64, {"inlined": True, "causal": True}),
     "inlined_score": (300, 290, 2, 1, 128, 128, {"inlined": True, "score": True, "window_left": 200}),
     "mask_bias": (300, 500, 2, 2, 128, 128, {"mask": "blocks", "bias": "full", "window_left": 200}),
-    "mask_dropout_window": (
-        300,
-        500,
-        2,
-        2,
-        64,
-        64,
-        {"mask": "blocks", "dropout_p": 0.3, "window_left": 200, "window_right": 30},
-    ),
+    "mask_dropout_window": (300, 500, 2, 2, 64, 64, {
+        "mask": "blocks", "dropout_p": 0.3, "window_left": 200, "window_right": 30,
+    }),
     "mask_nothing": (150, 200, 2, 2, 64, 64, {"mask": "nothing"}),
-}
+}  # fmt: skip
 
 
 # whose forward is asked for statistics of its weights as well

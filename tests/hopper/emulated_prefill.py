@@ -49,57 +49,25 @@ CASES: dict[str, tuple[int | list[int], int, int, int, int, int | None, dict[str
     "alibi": (140, 4, 2, 64, 64, None, {"alibi": True, "causal": True}),
     "alibi_pages": ([40, 3, 1, 129, 0], 8, 2, 128, 128, 16, {"alibi": True}),
     "left_padding": (150, 2, 2, 128, 128, None, {"causal": True, "leftpad": [77, 0, 1, 500, 3]}),
-    "left_padding_long": (
-        300,
-        3,
-        1,
-        64,
-        64,
-        None,
-        {"lengths": [768, 768], "leftpad": [9, 766]},
-    ),
+    "left_padding_long": (300, 3, 1, 64, 64, None, {"lengths": [768, 768], "leftpad": [9, 766]}),
     "left_padding_window": (90, 2, 1, 64, 64, 128, {"window_left": 100, "leftpad": [250, 0, 0, 3, 120]}),
-    "left_padding_float16": (
-        150,
-        2,
-        1,
-        64,
-        64,
-        64,
-        {"float16": True, "lengths": [768, 100], "causal": True, "leftpad": [70, 90]},
-    ),
+    "left_padding_float16": (150, 2, 1, 64, 64, 64, {
+        "float16": True, "lengths": [768, 100], "causal": True, "leftpad": [70, 90],
+    }),
     "left_padding_alibi": (140, 4, 2, 64, 64, 64, {"alibi": True, "leftpad": [65, 0, 1, 70, 60]}),
     "left_padding_pages_of_8": (70, 2, 1, 64, 64, 8, {"causal": True, "leftpad": [299, 0, 0, 130, 57]}),
-    "left_padding_pages_of_16": (
-        [70, 17, 1, 150, 4],
-        4,
-        2,
-        128,
-        128,
-        16,
-        {"causal": True, "leftpad": [17, 0, 0, 515, 49]},
-    ),
+    "left_padding_pages_of_16": ([70, 17, 1, 150, 4], 4, 2, 128, 128, 16, {
+        "causal": True, "leftpad": [17, 0, 0, 515, 49],
+    }),
     "left_padding_pages_of_256": (70, 2, 1, 128, 128, 256, {"sinks": True, "leftpad": [256, 0, 1, 390, 40]}),
-    "wrong_left_padding": (
-        140,
-        2,
-        1,
-        64,
-        64,
-        None,
-        {"leftpad": [301, 0, -1, 516, 64], "wrong": {0: None, 2: None}},
-    ),
-    "wrong_left_padding_in_pages": (
-        [20, 3, 1, 9, 30],
-        4,
-        2,
-        128,
-        128,
-        16,
-        {"leftpad": [-7, 3, 1, 200, 20], "wrong": {0: None, 1: None, 3: (20, 900)}},
-    ),
+    "wrong_left_padding": (140, 2, 1, 64, 64, None, {
+        "leftpad": [301, 0, -1, 516, 64], "wrong": {0: None, 2: None},
+    }),
+    "wrong_left_padding_in_pages": ([20, 3, 1, 9, 30], 4, 2, 128, 128, 16, {
+        "leftpad": [-7, 3, 1, 200, 20], "wrong": {0: None, 1: None, 3: (20, 900)},
+    }),
     "by_head": (140, 2, 2, 64, 64, 64, {"causal": True, "by_head": True}),
-}
+}  # fmt: skip
 
 
 def check(name: str) -> float:
