@@ -302,10 +302,8 @@ def _again_narrow(problem: AttentionProblem, given: Given) -> Again | None:
         return (*backward_launch.map_of(problem, inputs, config)[:2], *host.extras_of(problem, inputs, True))
 
     def steps(given: Given, new: Given) -> list[Step]:
-        first, end = (
-            3 + len(of_order),
-            4 + len(scratch),
-        )  # of what is neither gradients nor order; of the counter
+        # of what is neither gradients nor order; of the counter
+        first, end = 3 + len(of_order), 4 + len(scratch)
         tiles, bits, *extras = new[end:] or NOTHING
         optional = (None, *inputs_among(given)[3:5], *(new[3:first] or (None, None)), *extras)
         mask, own = TransposedMap(tiles, bits, *strides), [*new[:3], *new[first:end]]
