@@ -296,6 +296,14 @@ def test_most_rows_with_a_window_are_final_at_once():
         assert sum(b.q1 - b.q0 for b in first.blocks if b.is_alone) == (901 if rank in (0, 3) else 802)
 
 
+def test_a_window_with_alibi_keeps_its_own_keys_in_one_block():
+    """Rows cut off would see keys before them in a block more."""
+    layout, rules = make_layout((0, 4000), 4, "contiguous"), Rules(99, 0, True, has_alibi=True)
+    for rank in range(4):
+        (block,) = make_schedule(layout, rank, rules, "ring")[0].blocks
+        assert (block.q0, block.q1, block.is_alone) == (0, 1000, rank == 0)
+
+
 @pytest.mark.parametrize("seed", range(40))
 def test_rows_alone_are_in_one_block(seed):
     draw = random.Random(seed)

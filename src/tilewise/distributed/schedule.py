@@ -121,8 +121,9 @@ def _first_blocks(pieces: tuple[Piece, ...], rules: Rules, steps: Sequence[Step]
     blocks = _own_blocks(pieces, rules, (0, length))
     others = [block for step in steps for block in step.blocks]
     alone = _alone(blocks, others, length)
-    is_whole = alone == [(0, length)]
-    if 2 * num_rows(tuple(alone)) <= length or (rules.multiple > 1 and not is_whole):
+    # ALiBi would have more blocks for each row that is cut off, dropout wants blocks that begin at multiples
+    may_cut = alone == [(0, length)] or not (rules.has_alibi or rules.multiple > 1)
+    if 2 * num_rows(tuple(alone)) <= length or not may_cut:
         return blocks
     found: list[Block] = []
     for rows in itertools.pairwise(sorted({0, length, *itertools.chain(*alone)})):
