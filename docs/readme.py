@@ -7,22 +7,29 @@ between two comments that name it.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import torch
+from matplotlib.figure import Figure
+
 from tilewise.core.mask import TileKind, Visibility
 from tilewise.dispatch import capability
 from tilewise.lab.bench import plot, report, results
-from tilewise.lab.claims import plots as claims_plots, report as claims_report
+from tilewise.lab.bench.cases import SHORT_DTYPES
+from tilewise.lab.claims import report as claims_report
+from tilewise.lab.claims.claim import CLAIMS
 from tilewise.lab.distributed import plan
+from tilewise.lab.figures import save
 from tilewise.lab.learn import roofline
 from tilewise.lab.mask import picture
 
 ROOT = Path(__file__).parents[1]
 API = ROOT / "docs" / "api.md"
-CLAIMS = ROOT / "docs" / "claims.md"
+MEASURED = ROOT / "docs" / "claims.md"
 DISTRIBUTED, PREDICTIONS = ROOT / "docs" / "distributed.md", ROOT / "docs" / "distributed.svg"
 POINTS, FOUR_GPUS = ROOT / "docs" / "distributed-measured.svg", "h200-x4-distributed-quick-2026-11-28.json"
 README, PLOT, TILES = ROOT / "README.md", ROOT / "docs" / "speed.svg", ROOT / "docs" / "tiles.svg"
@@ -73,13 +80,24 @@ def names_table() -> str:
     )
 
 
+def predictions_table(found: plan.Predictions) -> str:
+    """Markdown: the efficiency of each method, the one that is taken, and what limits it."""
+    rows = []
+    for world, choices in found.items():
+        for seqlen, choice in choices.items():
+            by_method = {e.method: f"{e.efficiency:.2f}" for e in choice.estimates}
+            efficiencies = [by_method.get(method, "–") for method in plan.METHODS]
+            rows.append([str(world), f"{seqlen:,}", *efficiencies, choice.method, choice.best.limit])
+    return "\n".join(report.markdown(["GPUs", "tokens", *plan.METHODS, "taken", "limited by"], rows))
+
+
 def sections() -> dict[Path, dict[str, str]]:
     """The made parts of each page, by the names in its comments."""
     return {
         README: {"results": results_table(), "features": capability.table()},
         API: {"names": names_table()},
-        CLAIMS: {"claims": claims_report.tables(claims_report.committed())},
-        DISTRIBUTED: {"predictions": plan.table(plan.predict())},
+        MEASURED: {"claims": claims_report.tables(claims_report.committed())},
+        DISTRIBUTED: {"predictions": predictions_table(plan.predict())},
     }
 
 
@@ -95,22 +113,56 @@ def with_sections(text: str, made: dict[str, str]) -> str:
     return text
 
 
-def draw(path: Path) -> None:
-    """Ours and the peers, on an H200 and on a CPU: head_dim 128, causal."""
-    shown: Sequence[Any] = [results.load(RESULTS / name) for name in (HEADLINE, CPU)]
-    plot.overview(shown, path)
+def draw(path: Path, head_dim: int = 128) -> None:
+    """Ours and the peers, a panel a device: dense causal cases of a head_dim."""
+    shown = [results.load(RESULTS / name) for name in (HEADLINE, CPU)]
+    figure = Figure(figsize=(11, 3.6 * len(shown)))
+    for axes, found in zip(figure.subplots(len(shown), squeeze=False)[:, 0], shown):
+        cases = [(r, results.case_of(r)) for r in found["cases"] if r["case"]["kind"] == "dense"]
+        chosen = [
+            (r, c) for r, c in cases if c.mask_label == "causal" and c.head_dim == c.head_dim_v == head_dim
+        ]
+        chosen.sort(key=lambda both: (both[1].direction != "forward", SHORT_DTYPES[both[1].dtype]))
+        names = [
+            n
+            for n in report.peer_names(found)
+            if any(results.is_measured(r["peers"].get(n)) for r, _ in chosen)
+        ]
+        scale, unit = report.scale_and_unit([r for r, _ in chosen])
+        width = 0.84 / len(names)
+        for index, (name, colour) in enumerate(plot.colours(names).items()):
+            entries = [
+                (x, r, e) for x, (r, _) in enumerate(chosen) if results.is_measured(e := r["peers"].get(name))
+            ]
+            at = [x + (index - (len(names) - 1) / 2) * width for x, _, _ in entries]
+            axes.bar(
+                at,
+                [report.speed(r, e) / scale for _, r, e in entries],
+                width * 0.94,
+                label=name,
+                color=colour,
+            )
+        ticks = [f"{c.direction}\n{SHORT_DTYPES[c.dtype]}, {plot.tick(c)}" for _, c in chosen]
+        axes.set_xticks(range(len(chosen)), ticks, fontsize=7)
+        axes.set_ylabel(unit)
+        axes.set_title(f"{found['device']['name']}: head_dim {head_dim}, causal", fontsize=10)
+        plot.bare(axes)
+        axes.margins(y=0.2)
+        axes.legend(frameon=False, fontsize=8, ncols=len(names), loc="upper left")
+    figure.tight_layout()
+    save(figure, path)
 
 
 def draw_tiles(path: Path) -> None:
     """The tiles of a causal call with a window, from the tile map that the backends follow."""
-    import matplotlib.pyplot as plt
     from matplotlib.patches import Patch, Rectangle
 
     size, tiles, row, red = 64, 12, 8, "#d1495b"
     seen = Visibility(tiles * size, tiles * size, left=5 * size, right=0)
     colours = {TileKind.FULL: "#3d6cb9", TileKind.EDGE: "#a9c0e4", TileKind.EMPTY: "#eeeeee"}
     names = ("full: every score counts", "edge: scores beyond the mask are -inf", "empty: not visited")
-    figure, axes = plt.subplots(figsize=(7.5, 4.6))
+    figure = Figure(figsize=(7.5, 4.6))
+    axes = figure.subplots()
     for i in range(tiles):
         for j in range(tiles):
             kind = seen.tile_kind(i * size, (i + 1) * size, j * size, (j + 1) * size)
@@ -134,8 +186,76 @@ def draw_tiles(path: Path) -> None:
     axes.set_ylabel("queries")
     axes.spines[:].set_visible(False)
     figure.tight_layout()
-    figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None, bbox_inches="tight")
-    plt.close(figure)
+    save(figure, path, bbox_inches="tight")
+
+
+LENGTHS = {"attention-short": ("ms", "forward (ms)"), "memory-linear": ("MiB", "peak extra memory (MiB)")}
+COLUMNS = 3
+
+
+def draw_lengths(files: Iterable[results.Results], path: Path) -> None:
+    """Time and memory over the length, all axes logarithmic: a row of two for each device that has them."""
+    shown = [f for f in files if all("curves" in f["rows"].get(name, {}) for name in LENGTHS)]
+    with _panels(path, len(shown), 2) as axes:
+        for found, row in zip(shown, axes):
+            for one, (name, (axis, label)) in zip(row, LENGTHS.items()):
+                _lines(one, found["rows"][name]["curves"][axis], f"{found['device']['name']}: {label}")
+                one.set(xscale="log", yscale="log", xlabel="tokens", ylabel=label)
+
+
+def draw_losses(files: Iterable[results.Results], path: Path) -> None:
+    """Losses of training steps with each attention: of the first device that has a step's."""
+    shown: dict[str, tuple[str, Any]] = {}
+    for found in files:
+        for name, row in found["rows"].items():
+            if "loss" in row.get("curves", {}):
+                shown.setdefault(name, (found["device"]["name"], row["curves"]["loss"]))
+    names = [name for name in CLAIMS if name in shown]
+    with _panels(path, -(-len(names) // COLUMNS), COLUMNS) as axes:
+        for name, one in zip(names, axes.flat):
+            device, curves = shown[name]
+            _lines(one, curves, f"{name}: {device}")
+            one.set(xlabel="step", ylabel="loss")
+        for one in list(axes.flat)[len(names) :]:
+            one.set_visible(False)
+
+
+def _lines(axes: Any, curves: dict[str, dict[str, float]], title: str) -> None:
+    """Later curves are thinner, so that those below are seen where both are the same."""
+    for n, (name, colour) in enumerate(plot.colours(list(curves)).items()):
+        xs = [float(x) for x in curves[name]]
+        axes.plot(
+            xs,
+            list(curves[name].values()),
+            marker="o",
+            markersize=3,
+            linewidth=3 - n,
+            color=colour,
+            label=name,
+        )
+    axes.set_title(title, fontsize=9)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, fontsize=8)
+
+
+@contextmanager
+def _panels(path: Path, rows: int, columns: int) -> Iterator[Any]:
+    """Axes in rows and columns. The figure is saved in the end."""
+    figure = Figure(figsize=(4.2 * columns, 3.2 * rows))
+    yield figure.subplots(rows, columns, squeeze=False)
+    figure.tight_layout()
+    save(figure, path)
+
+
+def draw_roofline(kernels: Mapping[str, Sequence[roofline.Point]], path: Path) -> None:
+    """FLOP/s over FLOPs for each byte that memory moves at least: the roof, and each case of each kernel."""
+    points = [point for group in kernels.values() for point in group]
+    device, intensities = points[0].device, [point.flops / point.bytes for point in points]
+    title = f"{device.name}: measured, and the roof for 16 bits"
+    with roofline.roof(path, title, "FLOPs for each byte of main memory", device, intensities, 2) as axes:
+        for name, group in kernels.items():
+            xs, ys = [p.flops / p.bytes for p in group], [p.flops / p.seconds for p in group]
+            axes.scatter(xs, ys, s=26, alpha=0.75, linewidths=0, label=name)
 
 
 KERNELS = (  # name, file, peer, whose cases
@@ -151,15 +271,38 @@ KERNELS = (  # name, file, peer, whose cases
 def draw_claims(folder: Path) -> None:
     """What claims measured over lengths and steps, and the roofline with each kernel's cases."""
     files = claims_report.committed()
-    claims_plots.lengths(files, folder / "lengths.svg")
-    claims_plots.losses(files, folder / "losses.svg")
+    draw_lengths(files, folder / "lengths.svg")
+    draw_losses(files, folder / "losses.svg")
     points = {
         name: [
             p for p in roofline.load_points([RESULTS / file]) if p.peer == peer and p.case.startswith(kind)
         ]
         for name, file, peer, kind in KERNELS
     }
-    roofline.measured_under_the_roof(points, folder / "roofline.svg")
+    draw_roofline(points, folder / "roofline.svg")
+
+
+def draw_score(score_mod: Callable[..., Any], length: int, path: Path, h: int = 0) -> None:
+    """What a score function adds to a score of 0 at each query and key; a curve where these don't matter."""
+    figure = Figure(figsize=picture.FIGURE)
+    axes = figure.subplots()
+    i, j = torch.arange(length)[:, None], torch.arange(length)[None]
+    zero, head = torch.zeros((), dtype=torch.long), torch.tensor(h)
+    with torch.no_grad():
+        added = score_mod(torch.zeros(length, length), zero, head, i, j).expand(length, length)
+        scores = torch.linspace(-80, 80, 161)
+        curve = score_mod(scores, zero, head, zero, zero).expand(161)
+    if bool((added == added[0, 0]).all()):
+        axes.plot(scores.numpy(), curve.numpy(), color=picture.COLOURS["full"])
+        axes.plot(scores.numpy(), scores.numpy(), color="#999999", linewidth=0.8, linestyle=":")
+        axes.set(xlabel="score", ylabel="new score", aspect="equal", ylim=(-80, 80))
+    else:
+        shown = axes.imshow(
+            added.numpy(), cmap="viridis", interpolation="nearest", extent=(0, length, length, 0)
+        )
+        figure.colorbar(shown, label=f"added to scores of head {h}")
+        axes.set(xlabel="keys", ylabel="queries")
+    save(figure, path, bbox_inches="tight")
 
 
 MASKS_OF_GUIDE = ("causal", "window", "prefix_lm", "documents", "neighbourhood", "dilated", "mixed")
@@ -174,7 +317,7 @@ def draw_recipes(folder: Path) -> None:
     for name in MASKS_OF_GUIDE:
         picture.draw_mask(scope[name], (256, 256), 16, folder / f"{name.replace('_', '-')}.svg")
     for name in SCORES_OF_GUIDE:
-        picture.draw_score(scope[name], 256, folder / f"{name}.svg", h=1)
+        draw_score(scope[name], 256, folder / f"{name}.svg", h=1)
 
 
 if __name__ == "__main__":
@@ -183,6 +326,6 @@ if __name__ == "__main__":
     draw(PLOT)
     draw_tiles(TILES)
     draw_recipes(PICTURES)
-    draw_claims(CLAIMS.with_suffix(""))
+    draw_claims(MEASURED.with_suffix(""))
     plan.draw(plan.predict(), PREDICTIONS)
     plan.draw_points(plan.compare(results.load(RESULTS / FOUR_GPUS), plan.NOMINAL), POINTS)

@@ -45,6 +45,13 @@ def test_what_is_made_is_in_step():
         script.with_sections(text, {"no such part": ""})
 
 
+def test_claims_are_drawn(tmp_path):
+    load_script().draw_claims(tmp_path)
+    drawn = {name: (tmp_path / f"{name}.svg").read_text() for name in ("lengths", "losses", "roofline")}
+    assert "peak extra memory" in drawn["lengths"] and "gpt2-step" in drawn["losses"]
+    assert "H200: measured" in drawn["roofline"] and "decoding" in drawn["roofline"]
+
+
 def test_it_is_short():
     lines = (ROOT / "README.md").read_text().splitlines()
     assert len(lines) <= 120 and max(map(len, lines)) <= 140

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from tilewise.cli import _app
 from tilewise.lab.bench.errors import BenchError
-from tilewise.lab.claims import models, orders, plots, report, run
+from tilewise.lab.claims import models, orders, report, run
 from tilewise.lab.claims.claim import CLAIMS, Claim, Measured, Setting
 
 CPU = Setting("cpu")
@@ -178,14 +178,6 @@ def test_both_orders_of_work_are_exact():
     exact = torch.softmax(q @ k.mT / 4, -1) @ v
     for order in (orders.keys_outside, orders.queries_outside):
         torch.testing.assert_close(order(q, k, v), exact, rtol=1e-12, atol=1e-12)
-
-
-def test_pictures_show_what_was_measured(tmp_path):
-    files = report.committed()
-    plots.lengths(files, tmp_path / "lengths.svg")
-    plots.losses(files, tmp_path / "losses.svg")
-    assert "peak extra memory" in (tmp_path / "lengths.svg").read_text()
-    assert "gpt2-step" in (tmp_path / "losses.svg").read_text()
 
 
 def test_command():

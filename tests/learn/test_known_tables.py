@@ -68,9 +68,7 @@ def test_balance_points():
 
 
 def test_softmax_alone():
-    """4 operations a number, 2 bytes in and 2 bytes out: 1 FLOP a byte, 156 times too few for an A100."""
-    assert roofline.softmax_intensity(itemsize=2) == 1.0
-    shows(A100.device.balance / roofline.softmax_intensity(), "156")
+    """Said to be 4 operations a number, 2 bytes in and 2 bytes out: 1 FLOP a byte."""
     # In our count the kernel has a fifth operation, the multiplication by 1 / sum, and the exponential apart.
     n = 4096
     cost = io_model.standard(Shape(n, n, 64))

@@ -68,7 +68,7 @@ def _title(found: Results, case: Case) -> str:
     return f"{what}, {SHORT_DTYPES[case.dtype]}, head_dim {dims}{heads}{tail}\n{found['device']['name']}"
 
 
-def _tick(case: Case) -> str:
+def tick(case: Case) -> str:
     def short(n: int) -> str:
         return f"{n // 1024}k" if n >= 1024 and n % 1024 == 0 else str(n)
 
@@ -78,37 +78,6 @@ def _tick(case: Case) -> str:
         page = "" if case.page_size is None else f"\npage {case.page_size}"
         return f"{case.batch} × {short(case.seqlen_k)}" + f"\nq {case.seqlen_q}" + page
     return short(case.seqlen_q)
-
-
-def overview(shown: Sequence[Results], path: Path, head_dim: int = 128) -> None:
-    """One panel a result file: dense causal cases of a head_dim, by direction, dtype and length."""
-    import matplotlib
-    from matplotlib.figure import Figure
-
-    matplotlib.rcParams["svg.hashsalt"] = "tilewise"  # the same file from the same results
-    figure = Figure(figsize=(11, 3.6 * len(shown)))
-    for axes, found in zip(figure.subplots(len(shown), squeeze=False)[:, 0], shown):
-        cases = [(r, results.case_of(r)) for r in found["cases"] if r["case"]["kind"] == "dense"]
-        chosen = [
-            (r, c) for r, c in cases if c.mask_label == "causal" and c.head_dim == c.head_dim_v == head_dim
-        ]
-        chosen.sort(key=lambda both: (both[1].direction != "forward", SHORT_DTYPES[both[1].dtype]))
-        names = [n for n in peer_names(found) if any(is_measured(r["peers"].get(n)) for r, _ in chosen)]
-        scale, unit = scale_and_unit([r for r, _ in chosen])
-        width = 0.84 / len(names)
-        for index, (name, colour) in enumerate(colours(names).items()):
-            entries = [(x, r, e) for x, (r, _) in enumerate(chosen) if is_measured(e := r["peers"].get(name))]
-            at = [x + (index - (len(names) - 1) / 2) * width for x, _, _ in entries]
-            axes.bar(at, [speed(r, e) / scale for _, r, e in entries], width * 0.94, label=name, color=colour)
-        ticks = [f"{c.direction}\n{SHORT_DTYPES[c.dtype]}, {_tick(c)}" for _, c in chosen]
-        axes.set_xticks(range(len(chosen)), ticks, fontsize=7)
-        axes.set_ylabel(unit)
-        axes.set_title(f"{found['device']['name']}: head_dim {head_dim}, causal", fontsize=10)
-        _bare(axes)
-        axes.margins(y=0.2)
-        axes.legend(frameon=False, fontsize=8, ncols=len(names), loc="upper left")
-    figure.tight_layout()
-    figure.savefig(path, metadata={"Date": None})
 
 
 def colours(names: Sequence[str]) -> dict[str, str]:
@@ -136,7 +105,7 @@ def _bars(found: Results, records: list[Record], path: Path) -> None:
             if height:
                 label = f"{height:.{0 if height >= 10 else 1 if height >= 1 else 2}f}"
                 axes.text(x, height + top * 0.008, label, ha="center", fontsize=size)
-    axes.set_xticks(range(len(records)), [_tick(results.case_of(r)) for r in records])
+    axes.set_xticks(range(len(records)), [tick(results.case_of(r)) for r in records])
     is_plain = records[0]["case"]["kind"] == "dense"
     axes.set_xlabel("Sequence length" if is_plain else "batch × keys, queries" if unit == "GB/s" else "")
     axes.set_ylabel(f"Speed ({unit})")
@@ -159,7 +128,7 @@ def _memory_lines(found: Results, records: list[Record], path: Path) -> None:
     lengths = [r["case"]["seqlen_q"] for r in records]
     axes.set_xscale("log", base=2)
     axes.set_yscale("log", base=2)
-    axes.set_xticks(lengths, [_tick(results.case_of(r)) for r in records])
+    axes.set_xticks(lengths, [tick(results.case_of(r)) for r in records])
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}" if value < 1024 else f"{value / 1024:g}k")
     axes.set_xlabel("Sequence length")
     axes.set_ylabel("Peak extra memory (MiB)")
@@ -175,14 +144,14 @@ def _figure(width: float) -> tuple[Any, Any]:
 
 
 def _finish(figure: Any, axes: Any, path: Path, columns: int) -> None:
-    _bare(axes)
+    bare(axes)
     if axes.get_legend_handles_labels()[0]:
         figure.legend(loc="lower center", ncols=min(columns, 6), frameon=False)
     figure.tight_layout(rect=(0, 0.1, 1, 1))
     figure.savefig(path, dpi=130)
 
 
-def _bare(axes: Any) -> None:
+def bare(axes: Any) -> None:
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(axis="y", alpha=0.3)
     axes.set_axisbelow(True)

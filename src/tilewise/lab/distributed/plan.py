@@ -21,6 +21,7 @@ from tilewise.lab.bench.cli import one_line_errors
 from tilewise.lab.bench.errors import BenchError
 from tilewise.lab.bench.report import markdown
 from tilewise.lab.distributed.peers import ONE, balance_of, offsets
+from tilewise.lab.figures import save
 
 WORLDS, SEQLENS = (8, 64, 1024), (1 << 17, 1 << 20, 10 << 20)
 # NVLink in nodes of 8, near what four H100s gave, and InfiniBand NDR between nodes
@@ -97,17 +98,6 @@ def predict(
     options = {"num_heads": 16, "causal": True} | options
     lengths = list(seqlens)
     return {w: {n: explain(n, world=w, network=network, **options) for n in lengths} for w in worlds}
-
-
-def table(found: Predictions) -> str:
-    """Markdown: the efficiency of each method, the one that is taken, and what limits it."""
-    rows = []
-    for world, choices in found.items():
-        for seqlen, choice in choices.items():
-            by_method = {e.method: f"{e.efficiency:.2f}" for e in choice.estimates}
-            efficiencies = [by_method.get(method, "–") for method in METHODS]
-            rows.append([str(world), f"{seqlen:,}", *efficiencies, choice.method, choice.best.limit])
-    return "\n".join(markdown(["GPUs", "tokens", *METHODS, "taken", "limited by"], rows))
 
 
 class Point(NamedTuple):
@@ -239,11 +229,7 @@ def draw(found: Predictions, path: Path) -> None:
 
 
 def _save(figure: Any, path: Path) -> None:
-    import matplotlib
-
-    metadata = {"Date": None} if path.suffix == ".svg" else None
     try:
-        with matplotlib.rc_context({"svg.hashsalt": path.name}):  # the same file from the same numbers
-            figure.savefig(path, metadata=metadata)
+        save(figure, path)
     except OSError as error:
         raise typer.BadParameter(f"--plot {path}: {error.strerror or error}") from None

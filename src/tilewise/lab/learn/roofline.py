@@ -17,6 +17,7 @@ from tilewise.lab.bench.plot import colours
 from tilewise.lab.bench.report import seconds
 from tilewise.lab.bench.results import Results
 from tilewise.lab.distributed.peers import ONE
+from tilewise.lab.figures import save
 from tilewise.lab.learn.io_model import Cost
 from tilewise.lab.learn.machines import MACHINES, Machine
 
@@ -100,11 +101,6 @@ def is_compute_bound(intensity: float, device: Device) -> bool:
 def attainable(intensity: float, device: Device) -> float:
     """FLOP/s at that intensity: the roof."""
     return min(device.flops_per_second, intensity * device.bytes_per_second)
-
-
-def softmax_intensity(itemsize: int = 2) -> float:
-    """FLOPs a byte of a softmax kernel on its own: 4 a score, which is read once and written once."""
-    return 4 / (2 * itemsize)
 
 
 def least(case: Case, machine: Machine | None, device: Device, peer: str = "") -> Prediction:
@@ -243,47 +239,33 @@ def measured_over_predicted(points: Sequence[Point], path: Path) -> None:
             axes.plot(span, [x / share for x in span], style, color=GREY, linewidth=1, label=label)
 
 
-def measured_under_the_roof(kernels: Mapping[str, Sequence[Point]], path: Path) -> None:
-    """FLOP/s over FLOPs for each byte that memory moves at least: the roof, and each case of each kernel.
-
-    Args:
-        kernels: by the name in the legend; all of one device.
-
-    Raises:
-        BenchError: there are no points, or the file cannot be written.
-    """
-    points = [point for group in kernels.values() for point in group]
-    if not points:
-        raise BenchError("no measured case to plot")
-    device = points[0].device
-    intensities = [point.flops / point.bytes for point in points]
-    span = [min(*intensities, device.balance) / 2, max(*intensities, device.balance) * 2]
-    title = f"{device.name}: measured, and the roof for 16 bits"
-    with _axes(path, title, "FLOPs for each byte of main memory", "FLOP/s") as axes:
-        corners = [span[0], device.balance, span[1]]
-        axes.plot(corners, [attainable(x, device) for x in corners], color=GREY, label="the roof")
-        for name, group in kernels.items():
-            xs, ys = [p.flops / p.bytes for p in group], [p.flops / p.seconds for p in group]
-            axes.scatter(xs, ys, s=26, alpha=0.75, linewidths=0, label=name)
-
-
 def under_the_roof(costs: Sequence[Cost], machine: Machine, path: Path) -> None:
     """FLOP/s over FLOPs a byte: the roof, and each algorithm at the speed that its binding resource allows.
 
     Raises:
         BenchError: the file cannot be written.
     """
-    device = machine.device
+    title = f"{machine.name}: balance {machine.device.balance:.0f} FLOP/byte"
     intensities = [memory_intensity(cost, machine) for cost in costs]
-    span = [min(*intensities, device.balance) / 3, max(*intensities, device.balance) * 3]
-    title = f"{machine.name}: balance {device.balance:.0f} FLOP/byte"
-    with _axes(path, title, "FLOPs of products for each byte of main memory", "FLOP/s") as axes:
-        corners = [span[0], device.balance, span[1]]
-        axes.plot(corners, [attainable(x, device) for x in corners], color=GREY, label="the roof")
+    with roof(
+        path, title, "FLOPs of products for each byte of main memory", machine.device, intensities, 3
+    ) as axes:
         for cost, intensity in zip(costs, intensities):
             prediction = predict(cost, machine)
             speed = cost.matmul_flops / prediction.seconds
             axes.scatter([intensity], [speed], s=60, label=f"{cost.algorithm}: {prediction.bound}")
+
+
+@contextmanager
+def roof(
+    path: Path, title: str, xlabel: str, device: Device, intensities: Sequence[float], margin: float
+) -> Iterator[Any]:
+    """The axes of a roofline and its roof, `margin` times as far as the intensities on each side."""
+    span = min(*intensities, device.balance) / margin, max(*intensities, device.balance) * margin
+    with _axes(path, title, xlabel, "FLOP/s") as axes:
+        corners = [span[0], device.balance, span[1]]
+        axes.plot(corners, [attainable(x, device) for x in corners], color=GREY, label="the roof")
+        yield axes
 
 
 @contextmanager
@@ -300,6 +282,6 @@ def _axes(path: Path, title: str, xlabel: str, ylabel: str) -> Iterator[Any]:
         yield axes
         axes.legend(fontsize=8, frameon=False)
         figure.tight_layout()
-        figure.savefig(path, dpi=130, metadata={"Date": None} if path.suffix == ".svg" else None)
+        save(figure, path, dpi=130)
     except (OSError, ValueError) as error:
         raise BenchError(f"--plot {path}: {error}") from error

@@ -1,4 +1,4 @@
-"""Pictures of mask and score functions: what a query sees, and which tiles that leaves."""
+"""Pictures of mask functions: what a query sees, and which tiles that leaves."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ from tilewise.core.functions.block_mask import block_kinds
 from tilewise.core.functions.tile_map import EMPTY, FULL, PARTIAL
 from tilewise.core.functions.trace import check_function
 from tilewise.faces.flex_attention import create_block_mask
+from tilewise.lab.figures import save
 
 CELLS = 256  # a side of a picture at most; of longer masks a cell is several queries and keys
+FIGURE = 4.6, 2.6  # inches
 COLOURS = {"full": "#3d6cb9", "visible": "#8fafdf", "hidden": "#e6e6e6", "empty": "#ffffff"}
 MEANINGS = {
     "full": "tile that is full",
@@ -56,9 +58,11 @@ def draw_mask(
 ) -> None:
     """A picture of a mask function and its tiles."""
     from matplotlib.colors import ListedColormap
+    from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
-    figure, axes = _figure(path)
+    figure = Figure(figsize=FIGURE)
+    axes = figure.subplots()
     shown = cells(mask_mod, lengths, block, b, h)
     colours = ListedColormap(list(COLOURS.values()))
     extent = (0, lengths[1], lengths[0], 0)
@@ -67,42 +71,7 @@ def draw_mask(
     axes.legend(handles=handles, loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False, fontsize=8)
     axes.set_xlabel("keys")
     axes.set_ylabel("queries")
-    _save(figure, path)
-
-
-def draw_score(score_mod: Callable[..., Any], length: int, path: Path, h: int = 0) -> None:
-    """What a score function adds to a score of 0 at each query and key; a curve where these don't matter."""
-    figure, axes = _figure(path)
-    i, j = torch.arange(length)[:, None], torch.arange(length)[None]
-    zero, head = torch.zeros((), dtype=torch.long), torch.tensor(h)
-    with torch.no_grad():
-        added = score_mod(torch.zeros(length, length), zero, head, i, j).expand(length, length)
-        scores = torch.linspace(-80, 80, 161)
-        curve = score_mod(scores, zero, head, zero, zero).expand(161)
-    if bool((added == added[0, 0]).all()):
-        axes.plot(scores.numpy(), curve.numpy(), color=COLOURS["full"])
-        axes.plot(scores.numpy(), scores.numpy(), color="#999999", linewidth=0.8, linestyle=":")
-        axes.set(xlabel="score", ylabel="new score", aspect="equal", ylim=(-80, 80))
-    else:
-        shown = axes.imshow(
-            added.numpy(), cmap="viridis", interpolation="nearest", extent=(0, length, length, 0)
-        )
-        figure.colorbar(shown, label=f"added to scores of head {h}")
-        axes.set(xlabel="keys", ylabel="queries")
-    _save(figure, path)
-
-
-def _figure(path: Path) -> tuple[Any, Any]:
-    import matplotlib
-    from matplotlib.figure import Figure
-
-    matplotlib.rcParams["svg.hashsalt"] = path.name  # the same file from the same function
-    figure = Figure(figsize=(4.6, 2.6))
-    return figure, figure.subplots()
-
-
-def _save(figure: Any, path: Path) -> None:
-    figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None, bbox_inches="tight")
+    save(figure, path, bbox_inches="tight")
 
 
 def shares(kinds: Tensor) -> tuple[float, float, float]:
