@@ -82,14 +82,15 @@ def run(
         if row is None or "refused" in row or claim.is_training:
             row = found["rows"][claim.name] = measured(claim, setting)
             if path is not None:
-                results.save(found | {"rows": _timed(found["rows"])}, path)
+                results.save(found | {"rows": _kept(found["rows"])}, path)
         report(claim, row)
     return found
 
 
-def _timed(rows: Results) -> Results:
-    """Without what is counted, which is the same on any machine and never read from a file."""
-    return {name: row for name, row in rows.items() if name not in CLAIMS or not CLAIMS[name].is_counted}
+def _kept(rows: Results) -> Results:
+    """Without what is counted, which is the same on any machine and never read from a file; in six digits."""
+    timed = {name: row for name, row in rows.items() if name not in CLAIMS or not CLAIMS[name].is_counted}
+    return json.loads(json.dumps(timed), parse_float=lambda digits: float(f"{float(digits):.6g}"))  # type: ignore[no-any-return]
 
 
 def measured(claim: Claim, setting: Setting) -> Results:
