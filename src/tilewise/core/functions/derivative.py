@@ -5,9 +5,11 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from tilewise.core.functions.expression import FLOAT, Functions, Graph
+from tilewise.core.functions.operations import methods as methods  # which stand-ins have
+from tilewise.core.functions.proxy import Proxy, Recorder
 
 
 class Derivative(NamedTuple):
@@ -61,124 +63,87 @@ def gradients(graph: Graph, root: int) -> dict[int, int]:
 
     Where a leaf's derivative is 0 for all values, it is left out.
     """
+    recorder = Recorder()
+    recorder.graph = graph
     adjoints = {root: graph.const(1.0)}
     for n in reversed(graph.reachable([root])):
         node = graph.nodes[n]
         if n not in adjoints or node.kind != FLOAT or not node.args or node.op in ("load", "dot_load"):
             continue
-        for argument, term in _terms(graph, n, adjoints[n]):
-            if graph.nodes[argument].kind == FLOAT:
-                before = adjoints.get(argument)
-                adjoints[argument] = term if before is None else graph.add("add", before, term)
+        y, g, *args = (Proxy(recorder, m) for m in (n, adjoints[n], *node.args))
+        for argument, term in zip(args, _terms(node.op, y, g, *args)):
+            if term is not None and argument.kind == FLOAT:
+                before, number = adjoints.get(argument.node), recorder.number(term)
+                adjoints[argument.node] = number if before is None else graph.add("add", before, number)
     return {n: g for n, g in adjoints.items() if graph.nodes[n].op in ("score", "load")}
 
 
-def _terms(graph: Graph, n: int, g: int) -> list[tuple[int, int]]:
-    """What a node adds to its arguments' adjoints, g being its own."""
-    node, add, const = graph.nodes[n], graph.add, graph.const
-    args = node.args
-    a, b = (*args, args[0])[:2]
-    zero = const(0.0)
-    match node.op:
+def _terms(op: str, y: Any, g: Any, a: Any, b: Any = None, _: Any = None) -> tuple[Any, ...]:
+    """What y = op(a, b, ...) adds to its arguments' adjoints, g being its own; None is nothing."""
+    match op:
         case "add":
-            return [(a, g), (b, g)]
+            return g, g
         case "sub":
-            return [(a, g), (b, add("neg", g))]
+            return g, -g
         case "mul":
-            return [(a, add("mul", g, graph.cast(b, FLOAT))), (b, add("mul", g, graph.cast(a, FLOAT)))]
+            return g * b.float(), g * a.float()
         case "div":
-            by = graph.cast(b, FLOAT)
-            return [(a, add("div", g, by)), (b, add("neg", add("div", add("mul", g, n), by)))]
+            return g / b.float(), -(g * y / b.float())
         case "mod" | "fmod":
-            quotient = add("floordiv", a, b) if node.op == "mod" else add("trunc", add("div", a, b))
-            return [(a, g), (b, add("neg", add("mul", g, quotient)))]
+            return g, -(g * (a // b if op == "mod" else (a / b).trunc()))
         case "pow":
-            return _of_power(graph, n, g)
+            return _of_power(y, g, a, b)
         case "neg":
-            return [(a, add("neg", g))]
+            return (-g,)
         case "abs":
-            sign = add("where", add("lt", zero, a), g, add("where", add("lt", a, zero), add("neg", g), zero))
-            return [(a, sign)]
+            return (g.where(a > 0.0, (-g).where(a < 0.0, 0.0)),)
         case "minimum" | "maximum":
-            half = add("where", add("eq", a, b), add("mul", const(0.5), g), zero)
-            less, more = (add("where", add("lt", *pair), g, half) for pair in ((a, b), (b, a)))
-            return [(a, less), (b, more)] if node.op == "minimum" else [(a, more), (b, less)]
+            half = (g * 0.5).where(a == b, 0.0)
+            less, more = g.where(a < b, half), g.where(b < a, half)
+            return (less, more) if op == "minimum" else (more, less)
         case "where":
-            _, x, y = args
-            return [(x, add("where", a, g, zero)), (y, add("where", a, zero, g))]
+            return None, g.where(a, 0.0), g.masked_fill(a, 0.0)
         case op if op in _SLOPES:
-            return [(a, add("mul", g, _SLOPES[op](graph, graph.cast(a, FLOAT), n)))]
-    return []  # of steps: floor, ceil, round, trunc, floordiv, casts
+            return (g * _SLOPES[op](a.float(), y),)
+    return ()  # of steps: floor, ceil, round, trunc, floordiv, casts
 
 
-def _of_power(graph: Graph, n: int, g: int) -> list[tuple[int, int]]:
+def _of_power(y: Any, g: Any, a: Any, b: Any) -> tuple[Any, ...]:
     """As PyTorch has it: a power of 0 has no slope, nor has 0 by its exponent."""
-    add, const = graph.add, graph.const
-    a, b = graph.nodes[n].args
-    exponent = graph.value(b)
+    recorder = a.recorder
+    exponent = recorder.graph.value(b.node)
     if exponent == 0:
-        return []
+        return ()
     if exponent == 0.5:
-        return [(a, add("mul", g, add("div", const(0.5), n)))]
-    less = add("sub", b, const(1.0 if graph.nodes[b].kind == FLOAT else 1))
-    slope = add("mul", graph.cast(b, FLOAT), add("pow", a, less))
+        return (g * (0.5 / y),)
+    slope = b.float() * a ** recorder.add("sub", b, 1)  # of a bool too, which has no minus
     if exponent is not None:
-        return [(a, add("mul", g, slope))]
-    slope = add("where", add("eq", b, const(0)), const(0.0), slope)
-    is_zero = add("and", add("eq", a, const(0)), add("le", const(0), b))
-    by_exponent = add("where", is_zero, const(0.0), add("mul", n, add("log", a)))
-    return [(a, add("mul", g, slope)), (b, add("mul", g, by_exponent))]
+        return (g * slope,)
+    by_exponent = (y * a.log()).masked_fill((a == 0) & (b >= 0), 0.0)
+    return g * slope.masked_fill(b == 0, 0.0), g * by_exponent
 
 
-def _bell(graph: Graph, a: int, height: float) -> int:
-    """height * e^(-a^2)"""
-    square = graph.add("mul", a, a)
-    return graph.add("mul", graph.const(height), graph.add("exp", graph.add("neg", square)))
-
-
-def _one_and_square(graph: Graph, a: int) -> int:
-    return graph.add("add", graph.const(1.0), graph.add("mul", a, a))
-
-
-def _one_less_square(graph: Graph, a: int) -> int:
-    one = graph.const(1.0)
-    return graph.add("mul", graph.add("sub", one, a), graph.add("add", one, a))
-
-
-def _square_less_one(graph: Graph, a: int) -> int:
-    one = graph.const(1.0)
-    return graph.add("mul", graph.add("sub", a, one), graph.add("add", a, one))
-
-
-def _inverse_root(graph: Graph, a: int) -> int:
-    return graph.add("div", graph.const(1.0), graph.add("sqrt", a))
-
-
-_SLOPES: dict[str, Callable[[Graph, int, int], int]] = {  # of (graph, argument, the function's value)
-    "exp": lambda graph, a, n: n,
-    "exp2": lambda graph, a, n: graph.add("mul", n, graph.const(math.log(2))),
-    "expm1": lambda graph, a, n: graph.add("exp", a),  # n + 1 has no digits of small ones
-    "log": lambda graph, a, n: graph.add("div", graph.const(1.0), a),
-    "log2": lambda graph, a, n: graph.add("div", graph.const(1 / math.log(2)), a),
-    "log10": lambda graph, a, n: graph.add("div", graph.const(1 / math.log(10)), a),
-    "log1p": lambda graph, a, n: graph.add("div", graph.const(1.0), graph.add("add", a, graph.const(1.0))),
-    "tanh": lambda graph, a, n: graph.add("sub", graph.const(1.0), graph.add("mul", n, n)),
-    "sqrt": lambda graph, a, n: graph.add("div", graph.const(0.5), n),
-    "sin": lambda graph, a, n: graph.add("cos", a),
-    "cos": lambda graph, a, n: graph.add("neg", graph.add("sin", a)),
-    "sinh": lambda graph, a, n: graph.add("cosh", a),
-    "cosh": lambda graph, a, n: graph.add("sinh", a),
-    "asin": lambda graph, a, n: _inverse_root(graph, _one_less_square(graph, a)),
-    "acos": lambda graph, a, n: graph.add("neg", _inverse_root(graph, _one_less_square(graph, a))),
-    "atan": lambda graph, a, n: graph.add("div", graph.const(1.0), _one_and_square(graph, a)),
-    "asinh": lambda graph, a, n: _inverse_root(graph, _one_and_square(graph, a)),
-    "acosh": lambda graph, a, n: _inverse_root(graph, _square_less_one(graph, a)),
-    "atanh": lambda graph, a, n: graph.add("div", graph.const(1.0), _one_less_square(graph, a)),
-    "erf": lambda graph, a, n: _bell(graph, a, 2 / math.sqrt(math.pi)),
-    "erfc": lambda graph, a, n: _bell(graph, a, -2 / math.sqrt(math.pi)),
-    "erfcx": lambda graph, a, n: graph.add(
-        "sub",
-        graph.add("mul", graph.const(2.0), graph.add("mul", a, n)),
-        graph.const(2 / math.sqrt(math.pi)),
-    ),
+_SLOPES: dict[str, Callable[[Any, Any], Any]] = {  # of (argument, the function's value)
+    "exp": lambda x, y: y,
+    "exp2": lambda x, y: y * math.log(2),
+    "expm1": lambda x, y: x.exp(),  # y + 1 has no digits of small ones
+    "log": lambda x, y: 1.0 / x,
+    "log2": lambda x, y: (1 / math.log(2)) / x,
+    "log10": lambda x, y: (1 / math.log(10)) / x,
+    "log1p": lambda x, y: 1.0 / (x + 1.0),
+    "tanh": lambda x, y: 1.0 - y * y,
+    "sqrt": lambda x, y: 0.5 / y,
+    "sin": lambda x, y: x.cos(),
+    "cos": lambda x, y: -x.sin(),
+    "sinh": lambda x, y: x.cosh(),
+    "cosh": lambda x, y: x.sinh(),
+    "asin": lambda x, y: 1.0 / ((1.0 - x) * (1.0 + x)).sqrt(),
+    "acos": lambda x, y: -(1.0 / ((1.0 - x) * (1.0 + x)).sqrt()),
+    "atan": lambda x, y: 1.0 / (1.0 + x * x),
+    "asinh": lambda x, y: 1.0 / (1.0 + x * x).sqrt(),
+    "acosh": lambda x, y: 1.0 / ((x - 1.0) * (x + 1.0)).sqrt(),
+    "atanh": lambda x, y: 1.0 / ((1.0 - x) * (1.0 + x)),
+    "erf": lambda x, y: 2 / math.sqrt(math.pi) * (-(x * x)).exp(),
+    "erfc": lambda x, y: -2 / math.sqrt(math.pi) * (-(x * x)).exp(),
+    "erfcx": lambda x, y: 2.0 * (x * y) - 2 / math.sqrt(math.pi),
 }
