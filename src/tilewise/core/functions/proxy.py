@@ -202,10 +202,15 @@ class Row:
     __torch_function__ = classmethod(_torch_function)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or (name not in METHODS and name not in REDUCTIONS):
-            raise AttributeError(f"a mask or score function has no operation {name!r}{_instead(name)}")
-        of = _WHERE_OF if name == "where" else name
-        return lambda *args, **kwargs: self.recorder.call(of, (self, *args), kwargs)
+        return _method(self, name, name in METHODS or name in REDUCTIONS)
+
+
+def _method(x: Row | Proxy, name: str, is_known: bool) -> Callable[..., Any]:
+    """x.name; raises AttributeError if that is no operation."""
+    if name.startswith("__") or not is_known:
+        raise AttributeError(f"a mask or score function has no operation {name!r}{_instead(name)}")
+    called = _WHERE_OF if name == "where" else name
+    return lambda *args, **kwargs: x.recorder.call(called, (x, *args), kwargs)
 
 
 def _is_whole(index: Any) -> bool:
@@ -273,13 +278,7 @@ class Proxy:
     def __getattr__(self, name: str) -> Any:
         if name in ("item", "tolist", "numpy"):
             self.__index__()
-        if name.startswith("__") or name.removesuffix("_") not in METHODS:
-            raise AttributeError(f"a mask or score function has no operation {name!r}{_instead(name)}")
-
-        def method(*args: Any, **kwargs: Any) -> Any:
-            return self.recorder.call(_WHERE_OF if name == "where" else name, (self, *args), kwargs)
-
-        return method
+        return _method(self, name, name.removesuffix("_") in METHODS)
 
     __torch_function__ = classmethod(_torch_function)
 

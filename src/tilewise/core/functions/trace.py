@@ -67,7 +67,7 @@ def trace(
     try:
         kept_by = wants_grad, device, torch.get_default_dtype()
         key: Any = (walk.key(mask_mod), walk.key(score_mod), walk.key(first), *kept_by)
-    except (_Unknown, RecursionError):  # the latter of what holds itself
+    except (_Unknown, RecursionError, ValueError):  # of what holds itself, and of an empty cell
         key = None
     known = _known.get(key) if key is not None else None
     if known is not None and (known.shapes is None or known.shapes == walk.shapes()):
@@ -268,7 +268,7 @@ class _Walk:
         if id(function) in self.open:
             return FunctionType, self.open.index(id(function))
         self.open.append(id(function))
-        cells = [self._cell(cell) for cell in function.__closure__ or ()]
+        cells = [self.key(cell.cell_contents) for cell in function.__closure__ or ()]
         names, imports = _reads(function.__code__)
         if any(name.split(".")[0] not in _CONSTANT for name in imports) or _READ_ANYTHING & set(names):
             raise _Unknown
@@ -280,12 +280,6 @@ class _Walk:
         defaults = self.key(function.__defaults__), self.key(function.__kwdefaults__)
         attributes = self.key(function.__dict__) if function.__dict__ else None
         return FunctionType, function.__code__, tuple(cells), tuple(own), defaults, attributes
-
-    def _cell(self, cell: Any) -> Any:
-        try:
-            return self.key(cell.cell_contents)
-        except ValueError as error:  # empty
-            raise _Unknown from error
 
 
 def _is_constant(value: Any) -> bool:
