@@ -31,7 +31,6 @@ from tilewise.tiled.tiles import (
     NEG_INF,
     QueryTile,
     Shift,
-    add_reduced,
     in_own_dtypes,
     new_gradients,
     segments,
@@ -243,5 +242,5 @@ def _backward_tile(
         # q carries the scale
         ds = gradient_step(p, dp, delta, rows.q, k, dq, dk_sum[:, j0:j1], tanh, before)
         if grads.bias is not None:
-            add_reduced(rows.part(grads.bias, j0, j1), rows.per_head(ds))
+            rows.add_bias(grads.bias, ds, j0, j1)
     return dq.mul_(rows.problem.scale)

@@ -58,15 +58,12 @@ class SegmentFunctions:
     def is_full(self, tile: Tile) -> bool:
         return int(self.kinds[tile[0] // self.block_q, tile[2] // self.block_k]) == FULL
 
-    def at(self, by_head: Tensor, tile: Tile) -> FunctionTile:
-        """The tile's functions, applied to its scores (batch, heads, rows, keys) in place."""
-        return FunctionTile(self, by_head, tile)
-
 
 class FunctionTile:
     """One tile's functions, at its scores before them."""
 
     def __init__(self, segment: SegmentFunctions, by_head: Tensor, tile: Tile) -> None:
+        """Applies them to the scores (batch, heads, rows, keys) in place."""
         self.segment, self.functions = segment, segment.functions
         i0, i1, j0, j1 = tile
         self.shape = by_head.shape

@@ -25,16 +25,7 @@ from torch import Tensor
 
 from tilewise.core.problem import AttentionProblem, Gradients, Inputs
 from tilewise.tiled.functions import FunctionTile
-from tilewise.tiled.tiles import (
-    QueryTile,
-    Shift,
-    Tiles,
-    add_reduced,
-    in_own_dtypes,
-    new_gradients,
-    segments,
-    weights,
-)
+from tilewise.tiled.tiles import QueryTile, Shift, Tiles, in_own_dtypes, new_gradients, segments, weights
 
 
 class _Rows(NamedTuple):
@@ -182,7 +173,7 @@ def _gradient_walk(
         if t.function is not None:
             gs, ga_dot = t.function.second_backward(gs, ga_dot, grads.captured_floats)
         if grads.bias is not None:
-            add_reduced(own.part(grads.bias, j0, j1), own.per_head(gs))
+            own.add_bias(grads.bias, gs, j0, j1)
         if t.slope is not None and t.curvature is not None:
             gs = gs * t.slope + ga_dot * t.curvature * t.a_dot
             ga_dot = ga_dot * t.slope

@@ -32,7 +32,6 @@ from tilewise.tiled.tiles import (
     QueryTile,
     Shift,
     Tiles,
-    add_reduced,
     in_own_dtypes,
     new_gradients,
     segments,
@@ -249,7 +248,7 @@ def _backward_tile(
         if function is not None:
             ds = function.backward(ds, found.captured_floats)
         if found.bias is not None:
-            add_reduced(rows.part(found.bias, j0, j1), rows.per_head(ds))
+            rows.add_bias(found.bias, ds, j0, j1)
         if tanh is not None:
             ds = (1 - tanh * tanh).mul_(ds)
         dq.baddbmm_(ds, rows.tiles.key(j0, j1))

@@ -292,7 +292,8 @@ class QueryTile:
             by_head += self.part(inputs.bias, j0, j1)
         if inputs.alibi_slopes is not None:
             by_head -= self._alibi(inputs.alibi_slopes, j0, j1)
-        function = None if self.tiles.functions is None else self.tiles.functions.at(by_head, tile)
+        functions = self.tiles.functions
+        function = None if functions is None else FunctionTile(functions, by_head, tile)
         if self.visibility.tile_kind(*tile) is TileKind.EDGE:
             by_head.masked_fill_(~self.visibility.tile_mask(*tile, s.device), NEG_INF)
         if inputs.mask is not None:
@@ -311,6 +312,11 @@ class QueryTile:
         """How far each key is from each query's causal position [block_q, block_k]."""
         device = self.inputs.query.device
         return self.visibility.relative_position(self.i0, self.i1, j0, j1, device).abs()
+
+    def add_bias(self, total: Tensor, tile: Tensor, j0: int, j1: int) -> None:
+        """Add a folded tile to what is shaped like the bias, summed where that is broadcast."""
+        part = self.part(total, j0, j1)
+        part += self.per_head(tile).sum_to_size(part.shape)
 
     def part(self, t: Tensor, j0: int, j1: int) -> Tensor:
         """The part of a mask or bias that broadcasts to (batch, heads, seqlen_q, seqlen_k)."""
@@ -351,11 +357,6 @@ def weights(s: Tensor, shift: Tensor, factor: Tensor | float) -> Tensor:
     s - shift is exact where both are huge; what float32 does not hold of lse there is in the factor.
     """
     return s.sub_(shift).exp_().mul_(factor)
-
-
-def add_reduced(total: Tensor, tile: Tensor) -> None:
-    """total += tile, summed over the dimensions in which total is broadcast."""
-    total += tile.sum_to_size(total.shape)
 
 
 def new_gradients(problem: AttentionProblem, inputs: Inputs, of_all_captured: bool = False) -> Gradients:
