@@ -250,16 +250,15 @@ class LeanAttention(torch.autograd.Function):
         saved = ctx.saved_tensors  # once: checkpointing computes them anew each time
         inputs, results = Inputs(*saved[:NUM_INPUTS]), Results(*saved[NUM_INPUTS:])
         signature, needs_bias_gradient = ctx.entry.signature, ctx.entry.plan.problem.bias_needs_grad
-        options, backend, layout = signature.options, signature.backend, signature.layout
+        layout, rest = signature.layout, (signature.options, signature.backend, needs_bias_gradient)
         is_watched = _is_watched(dout, dlse)
         if dout is None:
             dout = torch.zeros_like(results.out)  # type: ignore[arg-type]
         if is_watched:
-            rest = (options, backend, needs_bias_gradient)
             grads = _watched_backward(layout, inputs, results, dout, dlse, *rest)
         else:
-            arguments = (resolved(dout), resolved(dlse), options, backend, needs_bias_gradient)
-            grads = plans.differentiate(inputs, results, *arguments, layout=layout)
+            dout, dlse = resolved(dout), resolved(dlse)
+            grads = plans.differentiate(inputs, results, dout, dlse, *rest, layout=layout)
         return (None, None, *place(inputs, grads, needs_bias_gradient))
 
 
@@ -279,14 +278,13 @@ def _watched_backward(
 _apply_lean = plain_apply(LeanAttention)
 
 
-def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    *tensors, residual = (*inputs[:NUM_INPUTS], *output)
-    bias = Inputs(*inputs[:NUM_INPUTS]).bias
-    ctx.save_for_backward(*tensors, residual if residual.numel() else None)
+def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    tensors, (out, lse, residual) = Inputs(*inputs[:NUM_INPUTS]), output
+    ctx.save_for_backward(*tensors, out, lse, residual if residual.numel() else None)
     *options, _, _, backend = inputs[NUM_INPUTS:]
     ctx.scalars = (*options, backend)
     ctx.num_scalars = len(inputs) - NUM_INPUTS
-    ctx.bias_needs_grad = bias is not None and bias.requires_grad
+    ctx.bias_needs_grad = tensors.bias is not None and tensors.bias.requires_grad
     ctx.mark_non_differentiable(residual)
     ctx.set_materialize_grads(False)
 

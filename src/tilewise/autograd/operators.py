@@ -86,11 +86,9 @@ def _attention(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 def _attention_fake(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     inputs, options, (order, saves, _) = rebuild(arguments)
-    describe(inputs, options)
-    query, dtype = inputs.query, inputs.query.dtype
-    lse_dtype = dtype if dtype == torch.float64 else torch.float32
-    batch, (seqlen, heads) = query.shape[:-3], query.shape[-3:-1]
-    lse = query.new_empty((*batch, heads, seqlen), dtype=lse_dtype)
+    problem, query = describe(inputs, options), inputs.query
+    *batch, seqlen, heads, _ = query.shape
+    lse = query.new_empty((*batch, heads, seqlen), dtype=problem.compute_dtype)
     return new_out(query, inputs.value.shape[-1], order), lse, lse.new_empty(lse.shape if saves else 0)
 
 
@@ -100,7 +98,7 @@ def _attention_backward(
     inputs, options, (backend, needs_bias_gradient) = rebuild(tuple(map(plain, arguments)))
     dout, dlse, *found = map(plain, (dout, dlse, out, lse, residual))
     grads = plans.differentiate(inputs, Results(*found), dout, dlse, options, backend, needs_bias_gradient)
-    return no_none(grads if needs_bias_gradient else grads._replace(bias=None), dout)
+    return wanted(grads, options, needs_bias_gradient)
 
 
 def _attention_backward_fake(dout: Tensor, *arguments: Any) -> tuple[Tensor, ...]:

@@ -155,6 +155,13 @@ def _backward_as_wanted(
     return [None if tangent is None else grad for tangent, grad in zip(tangents, found)]
 
 
+def _refuse_third(ctx: Any, *grads: Any) -> Never:
+    raise NotImplementedError(
+        "attention has no third derivatives: tilewise.reference.attention, the O(N^2) formula, has all. Of "
+        "torch.autograd.functional, hvp takes one; vhp, the same product, takes none"
+    )
+
+
 class AttentionDoubleBackward(torch.autograd.Function):
     """`tilewise::attention_double_backward`: where derivatives end."""
 
@@ -166,24 +173,11 @@ class AttentionDoubleBackward(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         pass
 
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Never:  # type: ignore[override]
-        _refuse_third(ctx, *grads)
-
-    @staticmethod
-    def jvp(ctx: Any, *tangents: Any) -> Never:
-        _refuse_third(ctx, *tangents)
+    backward = jvp = staticmethod(_refuse_third)
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, *arguments: Any) -> Any:
         return loop(AttentionDoubleBackward.apply, info, in_dims, arguments)
-
-
-def _refuse_third(ctx: Any, *grads: Any) -> Never:
-    raise NotImplementedError(
-        "attention has no third derivatives: tilewise.reference.attention, the O(N^2) formula, has all. Of "
-        "torch.autograd.functional, hvp takes one; vhp, the same product, takes none"
-    )
 
 
 library.register_autograd(

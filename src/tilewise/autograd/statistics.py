@@ -264,17 +264,12 @@ def _statistics_backward_fake(*arguments: Any) -> tuple[Tensor, ...]:
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    bias = inputs[Inputs._fields.index("bias")]
-    out, lse, residual, *found = output
-    ctx.save_for_backward(*inputs[:NUM_INPUTS], out, lse, residual if residual.numel() else None)
+    functions.save(ctx, inputs, output[:3])
     *scalars, _, backend = inputs[NUM_INPUTS:]
     ctx.scalars = (*scalars, backend)
-    ctx.num_scalars = len(inputs) - NUM_INPUTS
-    ctx.bias_needs_grad = bias is not None and bias.requires_grad
-    aux, pairs = Aux.of(scalars[-NUM_AUX:]), zip(Measured._fields, found, strict=True)
+    aux, pairs = Aux.of(scalars[-NUM_AUX:]), zip(Measured._fields, output[3:], strict=True)
     fixed = (t for name, t in pairs if name not in DIFFERENTIABLE or not aux.asks(name))
-    ctx.mark_non_differentiable(residual, *fixed)
-    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(output[2], *fixed)
 
 
 def _differentiate(
