@@ -11,6 +11,7 @@ from tilewise.api import Window, attention, attention_with_cache, window_bounds
 from tilewise.cache.contiguous import KVCache
 from tilewise.cache.rotary import apply_rotary, rotary_tables
 from tilewise.core.checks import check_flag, check_integers, check_known, check_number, check_tensors
+from tilewise.core.signature import compute_dtype
 from tilewise.core.statistics import Aux
 from tilewise.varlen import attention_varlen
 
@@ -118,9 +119,8 @@ class FlashAttention(torch.nn.Module):
         qkv = self.qkv_proj(x).unflatten(-1, (-1, self.head_dim))  # (..., all heads, head_dim)
         query, key, value = qkv.split(heads, dim=-2)
         if self.rope is not None:
-            dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
             positions = self._positions(x, cache, cu_seqlens)
-            cos, sin = rotary_tables(positions, self.head_dim, self.rope, dtype=dtype)
+            cos, sin = rotary_tables(positions, self.head_dim, self.rope, dtype=compute_dtype(x.dtype))
             query, key = apply_rotary(query, cos, sin), apply_rotary(key, cos, sin)
         options: dict[str, Any] = {
             "causal": self.causal, "window": self.window, "mask": mask, "return_aux": return_aux

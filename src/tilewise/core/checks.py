@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tilewise.core.signature import compute_dtype
 from tilewise.core.torch_private import is_any_autocast_enabled, number, while_tracing
 
 PRECISIONS = ("ieee", "tf32", "fp8", "int8")
@@ -270,7 +271,7 @@ def check_scalars(options: Any, has_seed: bool, dtype: torch.dtype) -> None:
         raise TypeError(f"precision={shown(options.precision)} must be a string")
     for name in ("causal", "deterministic"):
         check_flag(name, getattr(options, name))
-    largest = torch.finfo(torch.float64 if dtype == torch.float64 else torch.float32).max
+    largest = torch.finfo(compute_dtype(dtype)).max
     for name in ("scale", "softcap"):
         value = getattr(options, name)
         if value is not None and math.isfinite(value) and abs(value) > largest:

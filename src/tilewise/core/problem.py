@@ -29,7 +29,7 @@ from tilewise.core.checks import (
 from tilewise.core.functions.evaluate import Buffers
 from tilewise.core.functions.expression import decode
 from tilewise.core.mask import Visibility
-from tilewise.core.signature import Signature, TensorSignature
+from tilewise.core.signature import Signature, TensorSignature, compute_dtype
 
 
 class Inputs(NamedTuple):
@@ -171,10 +171,9 @@ class AttentionProblem:
         """Query heads that share one KV head."""
         return self.num_heads // self.num_kv_heads if self.num_kv_heads else 1
 
-    @property
+    @functools.cached_property
     def compute_dtype(self) -> torch.dtype:
-        """Scores and accumulators: float64 for float64 inputs, float32 for everything else."""
-        return torch.float64 if self.dtype == torch.float64 else torch.float32
+        return compute_dtype(self.dtype)
 
     @property
     def out_dtype(self) -> torch.dtype:

@@ -152,6 +152,11 @@ def device_of(t: Tensor) -> torch.device:
     return torch.device("cuda", 0) if _stand_in is not None and t.is_meta else t.device
 
 
+def compute_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Of scores, lse and sums: float64 for float64 inputs, float32 for everything else."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
 # ---- looking at tensors
 
 

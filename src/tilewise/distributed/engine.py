@@ -30,7 +30,6 @@ from tilewise.distributed.parts import (
     differentiate,
     parts_of,
     tile,
-    wide,
 )
 from tilewise.distributed.ranks import Ranks
 from tilewise.distributed.schedule import Step
@@ -170,9 +169,7 @@ class Backward:
         self.given = results, dout, dlse, needs_bias
         self.dquery, *dkeys = (Totals(t, t.shape[-1]) for t in inputs[:3])
         self.dkeys = dkeys[0], dkeys[1]
-        self.dbias = (
-            None if self.bias is None else torch.zeros_like(self.bias, dtype=wide(inputs.query.dtype))
-        )
+        self.dbias = None if self.bias is None else torch.zeros_like(self.bias, dtype=self.dquery.wide)
         self.dcaptured: Tensor | None = None
 
     def run(self) -> Gradients:

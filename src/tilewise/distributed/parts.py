@@ -25,7 +25,7 @@ from tilewise.core.kept import kept_on_device
 from tilewise.core.merge import merge_into
 from tilewise.core.plan import Results
 from tilewise.core.problem import Gradients, Inputs, Options
-from tilewise.core.signature import Request
+from tilewise.core.signature import Request, compute_dtype
 from tilewise.dispatch import plans
 from tilewise.distributed.ranks import to_device
 from tilewise.distributed.schedule import Block, Range, Step
@@ -270,11 +270,6 @@ class Share(NamedTuple):
         return self.start + self.out.shape[1]
 
 
-def wide(dtype: torch.dtype) -> torch.dtype:
-    """What sums of a dtype, and lse, are in."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
 class Totals:
     """out and lse over disjoint keys, merged; or, without lse, gradients, added."""
 
@@ -282,7 +277,7 @@ class Totals:
         """like: (batch, tokens, heads, any), in the dtype of the results."""
         batch, tokens, heads, _ = like.shape
         self.like, self.shape, self.has_lse = like, (batch, tokens, heads, dim), has_lse
-        self.wide = wide(like.dtype)
+        self.wide = compute_dtype(like.dtype)
         self.waiting: list[Share] = []
 
     def add(self, start: int, out: Tensor, lse: Tensor | None = None) -> None:

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from tilewise.core.kept import kept_on_device
+from tilewise.core.signature import compute_dtype
 from tilewise.distributed import peer_memory
 from tilewise.distributed.layout import Layout
-from tilewise.distributed.parts import Totals, wide
+from tilewise.distributed.parts import Totals
 from tilewise.distributed.peer_memory import GRADIENTS, KEYS, PeerMemory, copy_beside, stream_of
 from tilewise.distributed.ranks import Ranks, to_device
 from tilewise.distributed.schedule import Message, Range, Rules, Step, num_rows, traffic
@@ -62,7 +63,7 @@ def make_wire(
     if len(steps) > 1 and peer_memory.can_read(ranks, own[0].device):
         reach = make_reach()
         wanted = [(KEYS, reach.most_published, own[0].dtype)]
-        wanted += [(GRADIENTS, reach.most_arriving, wide(own[0].dtype))] if is_backward else []
+        wanted += [(GRADIENTS, reach.most_arriving, compute_dtype(own[0].dtype))] if is_backward else []
         numbers = [t.shape[1] * most_heads * t.shape[3] for t in own]  # of a row
         found = [
             peer_memory.memory_of(ranks, own[0].device, purpose, [rows * n * dtype.itemsize for n in numbers])

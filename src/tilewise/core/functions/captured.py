@@ -19,6 +19,7 @@ from tilewise.core.functions.evaluate import Buffers, Evaluator
 from tilewise.core.functions.expression import BOOL, FLOAT, INT, LENGTH, Functions, Graph
 from tilewise.core.functions.trace import Trace, line_of_load
 from tilewise.core.kept import integers_on, kept
+from tilewise.core.signature import compute_dtype
 
 
 def pack(trace: Trace, query: Tensor) -> Buffers:
@@ -27,7 +28,6 @@ def pack(trace: Trace, query: Tensor) -> Buffers:
     Raises:
         ValueError: a captured tensor is on another device than query.
     """
-    dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
     floats: list[Tensor] = []
     integers: list[Tensor] = []
     layout: list[int] = []
@@ -43,7 +43,7 @@ def pack(trace: Trace, query: Tensor) -> Buffers:
         filled[is_float] += t.numel()
         (floats if is_float else integers).append(t)
     return Buffers(
-        _in_one(floats, dtype),
+        _in_one(floats, compute_dtype(query.dtype)),
         _in_one(integers, torch.int64),
         torch.tensor(layout, dtype=torch.int64, device="cpu") if layout else None,
     )

@@ -16,6 +16,7 @@ from tilewise.core.functions.expression import INDICES, Functions
 from tilewise.core.functions.patterns import Alibi, Score, said
 from tilewise.core.functions.trace import Trace, remember
 from tilewise.core.problem import Inputs, Options
+from tilewise.core.signature import compute_dtype
 from tilewise.core.torch_private import is_plain_eager
 
 
@@ -151,7 +152,7 @@ def _slopes(alibi: Alibi, found: Trace, inputs: Inputs) -> Tensor | None:
             return None
     else:
         h = torch.arange(heads, device=query.device)
-        dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
+        dtype = compute_dtype(query.dtype)
         reads_none = Functions(graph, None, None, ())
         evaluate = Evaluator(graph, reads_none, Buffers(None, None, None), Values(h, h, h, h, h, dtype))
         slopes = evaluate(alibi.slope).to(dtype).expand(heads).contiguous()
