@@ -7,9 +7,9 @@ that are fewer than ranks; their gradients are summed, in float32.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -18,16 +18,15 @@ from torch.autograd.function import once_differentiable
 
 from tilewise.core.kept import kept_on_device
 from tilewise.distributed import peer_memory, schedule
-from tilewise.distributed.layout import Layout, joined, num_tokens
+from tilewise.distributed.layout import Layout, joined, num_tokens, numbers_in
 from tilewise.distributed.peer_memory import KEYS, stream_of
 from tilewise.distributed.ranks import Ranks, to_device
 from tilewise.distributed.schedule import Range, num_rows
-from tilewise.distributed.wire import row_index, rows_of
+from tilewise.distributed.wire import rows_of
 from tilewise.gpu.launch.launch_plan import HAS_TRITON
 
 
-@dataclass(frozen=True)
-class Swap:
+class Swap(NamedTuple):
     """The ranks that exchange tokens for heads, and the order of their tokens."""
 
     ranks: Ranks
@@ -75,11 +74,34 @@ class Exchange(NamedTuple):
 
     def there(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """(batch, tokens of the rank, heads, dim) -> (batch, tokens of the group, heads of the rank, dim)."""
-        return _scatter(*self, [t.transpose(0, 1) for t in tensors])
+        (ranks, rows, most), by_token = self.swap, [t.transpose(0, 1) for t in tensors]
+        lengths = [num_rows(ranges) for ranges in rows]
+        shapes = [[(length, *t.shape[1:]) for length in lengths] for t in by_token]
+        parts = _published(ranks, by_token, most[0], shapes)
+        if parts is not None:
+            pairs = zip(parts, self.heads, strict=True)
+            parts = [[t[:, :, own[ranks.rank]] for t in of_all] for of_all, own in pairs]
+        else:
+            sent = [[t[:, :, theirs] for theirs in h] for t, h in zip(by_token, self.heads, strict=True)]
+            parts = _by_messages(ranks, sent, lengths)
+        return tuple(_in_order(rows, of_all).transpose(0, 1) for of_all in parts)
 
     def back(self, grads: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """The reverse."""
-        return _gather(*self, [g.transpose(0, 1) for g in grads])
+        """The reverse. A head that several ranks have is their sum."""
+        (ranks, rows, most), by_token = self.swap, [g.transpose(0, 1) for g in grads]
+        ranges = rows[ranks.rank]
+        parts = _published(ranks, by_token, most[1], [[t.shape] * ranks.world for t in by_token])
+        if parts is None:
+            sent = [[rows_of(t, theirs) for theirs in rows] for t in by_token]
+            length = num_rows(ranges)
+            parts, ranges = _by_messages(ranks, sent, [length] * ranks.world), ((0, length),)
+        results = []
+        for of_all, own in zip(parts, self.heads, strict=True):
+            result = _side_by_side(ranges, of_all)
+            if (count := own[-1].stop) < result.shape[2]:
+                result = result.unflatten(2, (count, -1)).sum(3)
+            results.append(result)
+        return tuple(results)
 
 
 def heads_to_tokens(swap: Swap, tensors: tuple[Tensor, ...], heads: Heads) -> tuple[Tensor, ...]:
@@ -99,36 +121,6 @@ class _ToTokens(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
         return None, *ctx.exchange.there(grads)
-
-
-def _scatter(swap: Swap, heads: Heads, tensors: list[Tensor]) -> tuple[Tensor, ...]:
-    """Each tensor's heads to their ranks, (tokens of the rank, batch, heads, dim)."""
-    me, lengths = swap.ranks.rank, [num_rows(ranges) for ranges in swap.rows]
-    shapes = [[(length, *t.shape[1:]) for length in lengths] for t in tensors]
-    parts = _published(swap.ranks, tensors, swap.most[0], shapes)
-    if parts is not None:
-        parts = [[t[:, :, own[me]] for t in of_all] for of_all, own in zip(parts, heads, strict=True)]
-    else:
-        sent = [[t[:, :, theirs] for theirs in h] for t, h in zip(tensors, heads, strict=True)]
-        parts = _by_messages(swap.ranks, sent, lengths)
-    return tuple(_in_order(swap.rows, of_all).transpose(0, 1) for of_all in parts)
-
-
-def _gather(swap: Swap, heads: Heads, tensors: list[Tensor]) -> tuple[Tensor, ...]:
-    """The way back, (tokens of the group, batch, heads, dim). A head that several ranks have is their sum."""
-    world, ranges = swap.ranks.world, swap.rows[swap.ranks.rank]
-    parts = _published(swap.ranks, tensors, swap.most[1], [[t.shape] * world for t in tensors])
-    if parts is None:
-        sent = [[rows_of(t, theirs) for theirs in swap.rows] for t in tensors]
-        length = num_rows(ranges)
-        parts, ranges = _by_messages(swap.ranks, sent, [length] * world), ((0, length),)
-    results = []
-    for of_all, own in zip(parts, heads, strict=True):
-        result = _side_by_side(ranges, of_all)
-        if (count := own[-1].stop) < result.shape[2]:
-            result = result.unflatten(2, (count, -1)).sum(3)
-        results.append(result)
-    return tuple(results)
 
 
 def _published(ranks: Ranks, tensors: list[Tensor], most: int, shapes: Any) -> list[list[Tensor]] | None:
@@ -212,7 +204,7 @@ def _tokens_of_all(
     """Of each token of a group: whose it is, and which of that rank's, (tokens, 1) int32; and which, where
     all ranks' are one behind the other, (tokens,) int64."""
     lengths = torch.tensor([num_rows(ranges) for ranges in rows], device="cpu")
-    tokens = torch.cat([row_index(ranges, lengths.device) for ranges in rows])
+    tokens = numbers_in(itertools.chain(*rows))
     place = torch.empty_like(tokens)
     place[tokens] = torch.arange(len(tokens), device="cpu")
     which = torch.arange(len(rows), device="cpu").repeat_interleave(lengths)[place]
@@ -224,6 +216,6 @@ def _tokens_of_all(
 @kept_on_device(32)
 def _own_tokens_of_all(ranges: tuple[Range, ...], world: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Of each rank's results those for a rank's tokens: whose, and which row, (tokens, ranks) int32."""
-    row = row_index(ranges, torch.device("cpu")).int()[:, None]
+    row = numbers_in(ranges).int()[:, None]
     which = torch.arange(world, dtype=torch.int32, device="cpu")
     return to_device(which, device).expand(len(row), -1), to_device(row, device).expand(-1, world)

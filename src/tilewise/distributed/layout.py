@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -35,6 +35,12 @@ class Piece(NamedTuple):
     document: int
     start: int
     stop: int
+
+
+def numbers_in(ranges: Iterable[tuple[int, int]]) -> Tensor:
+    """int64, on the CPU: the numbers of ranges, one range behind the other."""
+    none = torch.empty(0, dtype=torch.int64, device="cpu")
+    return torch.cat([none, *(torch.arange(a, b, device="cpu") for a, b in ranges)])
 
 
 def num_tokens(pieces: Sequence[Piece]) -> int:
@@ -72,8 +78,7 @@ class Layout:
 
     def tokens(self, rank: int) -> Tensor:
         """int64 (length,): the tokens of a rank."""
-        ranges = [torch.arange(p.start, p.stop, device="cpu") for p in self.pieces[rank]]
-        return torch.cat(ranges) if ranges else torch.empty(0, dtype=torch.int64, device="cpu")
+        return numbers_in((p.start, p.stop) for p in self.pieces[rank])
 
     def is_cut_at(self, multiple: int) -> bool:
         """Whether all pieces begin at a multiple of this number of tokens in their documents."""
@@ -317,8 +322,8 @@ def positions(
     ranks = ranks_of(group, mesh)
     layout = layout_of(ranks, balance, seqlen, cu_seqlens)
     pieces = layout.pieces[ranks.rank]
-    starts = [torch.arange(p.start, p.stop, device="cpu") - layout.starts[p.document] for p in pieces]
-    found = torch.cat(starts) if starts else torch.empty(0, dtype=torch.int64, device="cpu")
+    starts = [layout.starts[p.document] for p in pieces]
+    found = numbers_in((p.start - start, p.stop - start) for p, start in zip(pieces, starts))
     return found.to(device) if device is not None else found
 
 

@@ -19,7 +19,6 @@ from torch import Tensor
 
 from tilewise.core.dropout import SQUARE, with_origin
 from tilewise.core.functions.captured import with_shift
-from tilewise.core.functions.evaluate import Buffers
 from tilewise.core.functions.expression import shifted
 from tilewise.core.kept import kept_on_device
 from tilewise.core.merge import merge_into
@@ -194,8 +193,7 @@ def _call(part: Part, shard: Shard, key: Tensor, value: Tensor) -> tuple[Inputs,
         return inputs, options
     document, first_query, first_key = origin.places(block)
     first = document, origin.first_head, first_query, first_key
-    buffers = Buffers(given.captured_floats, given.captured_integers, given.captured_layout)
-    floats, integers, places = with_shift(buffers, first, q.device)
+    floats, integers, places = with_shift(given.captured, first, q.device)
     inputs = inputs._replace(captured_floats=floats, captured_integers=integers, captured_layout=places)
     return inputs, options._replace(functions=shifted(options.functions))
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from tilewise.core.kept import kept_on_device
 from tilewise.core.signature import compute_dtype
 from tilewise.distributed import peer_memory
-from tilewise.distributed.layout import Layout
+from tilewise.distributed.layout import Layout, numbers_in
 from tilewise.distributed.parts import Totals
 from tilewise.distributed.peer_memory import GRADIENTS, KEYS, PeerMemory, copy_beside, stream_of
 from tilewise.distributed.ranks import Ranks, to_device
@@ -302,5 +302,4 @@ def rows_of(t: Tensor, rows: tuple[Range, ...]) -> Tensor:
 @kept_on_device(1024)
 def row_index(rows: tuple[Range, ...], device: Any) -> Tensor:
     """int64 (rows,): ranges of rows, one behind the other."""
-    ranges = [torch.arange(a, b, device="cpu") for a, b in rows]
-    return to_device(torch.cat([torch.empty(0, dtype=torch.int64, device="cpu"), *ranges]), device)
+    return to_device(numbers_in(rows), device)
