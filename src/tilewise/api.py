@@ -240,9 +240,7 @@ def attention_with_cache(
     if not torch.compiler.is_compiling():
         query, key, value, rotary_cos, rotary_sin = all_resolved((query, key, value, rotary_cos, rotary_sin))
         alibi_slopes, sinks = resolved(alibi_slopes), resolved(sinks)
-    given: dict[str, Any] = {"query": query, "key": key, "value": value}
-    views = to_bshd(layout, **{name: t for name, t in given.items() if t is not None})
-    query, key, value = (*views, None, None)[:3]  # type: ignore[assignment]
+    query, key, value = to_bshd(layout, query=query, key=key, value=value)
     has_rotary = rotary_cos is not None or rotary_sin is not None
     rotary = Rotary(rotary_cos, rotary_sin, rotary_interleaved) if has_rotary else None  # type: ignore[arg-type]
     bounds = NO_WINDOW if window is None else window_bounds(window)
@@ -330,13 +328,13 @@ def draw_seed(query: Tensor, dropout_p: float, generator: torch.Generator | None
     return torch.randint(2**63 - 1, (), device=query.device, generator=generator)
 
 
-def to_bshd(layout: str, **tensors: Tensor) -> list[Tensor]:
-    """Views (batch, seqlen, heads, dim) of tensors in a layout; of packed ones there is only one."""
+def to_bshd(layout: str, **tensors: Any) -> list[Any]:
+    """Views (batch, seqlen, heads, dim) of tensors in a layout; packed ones and None stay as they are."""
     check_layout(layout)
-    check_tensors(**tensors)
+    check_tensors(**{name: t for name, t in tensors.items() if t is not None})
     if layout == "bshd":
         return list(tensors.values())
-    return [t.transpose(1, 2) if t.ndim == 4 else t for t in tensors.values()]
+    return [t if t is None or t.ndim != 4 else t.transpose(1, 2) for t in tensors.values()]
 
 
 def check_layout(layout: Any) -> None:

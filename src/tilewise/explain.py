@@ -259,9 +259,8 @@ def _inputs(given: dict[str, Any]) -> Inputs:
 def _cached_inputs(given: dict[str, Any]) -> tuple[Inputs, Cached]:
     """With the lengths that the cache would have, which it does not get; where the queries stand."""
     cache, cos, sin = given["cache"], given["rotary_cos"], given["rotary_sin"]
-    tensors = {name: given[name] for name in ("query", "key", "value") if given[name] is not None}
-    query, *new = to_bshd(given["layout"], **tensors)
-    key, value = (*new, None, None)[:2]
+    tensors = {name: given[name] for name in ("query", "key", "value")}
+    query, key, value = to_bshd(given["layout"], **tensors)
     step = cached_step(cache, given["batch"], query, key, value)
     try:
         if cos is not None or sin is not None:
@@ -324,7 +323,8 @@ def _bytes(problem: AttentionProblem, inputs: Inputs, sequences: list[Span]) -> 
 
 def _visible_keys(problem: AttentionProblem, inputs: Inputs, sequences: list[Span]) -> int:
     """Keys that some query sees; a page that sequences share counts once."""
-    ranges = [_visible_range(problem, s.q1 - s.q0, s.k1 - s.k0) for s in sequences]
+    lengths = [(s.q1 - s.q0, s.k1 - s.k0) for s in sequences]
+    ranges = [problem.visibility(q, k).key_range(0, q) if q else (0, 0) for q, k in lengths]
     size = problem.page_size
     if inputs.page_table is None or size is None:
         return sum(end - start for start, end in ranges)
@@ -334,7 +334,3 @@ def _visible_keys(problem: AttentionProblem, inputs: Inputs, sequences: list[Spa
             seen = min(end, (n + 1) * size) - max(start, n * size)
             rows[pages[n]] = max(rows.get(pages[n], 0), seen)
     return sum(rows.values())
-
-
-def _visible_range(problem: AttentionProblem, queries: int, keys: int) -> tuple[int, int]:
-    return problem.visibility(queries, keys).key_range(0, queries) if queries else (0, 0)

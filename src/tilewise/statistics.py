@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Never
 
 from torch import Tensor
 
-from tilewise.api import Window, canonical_inputs, check_layout, window_bounds
+from tilewise.api import Window, canonical_inputs, check_layout, to_bshd, window_bounds
 from tilewise.autograd import statistics
 from tilewise.cache.contiguous import KVCache
 from tilewise.cache.paged import PagedKVCache
@@ -90,8 +90,7 @@ def attention_statistics(
     if isinstance(key, KVCache | PagedKVCache):
         if cu_seqlens_q is not None or cu_seqlens_k is not None:
             raise ValueError("cu_seqlens_q and cu_seqlens_k must be None with a cache: it knows its lengths")
-        if layout == "bhsd" and query.ndim == 4:
-            query = query.transpose(1, 2)
+        (query,) = to_bshd(layout, query=query)
         step = cached_step(key, batch, query, None, None)
         inputs = step.inputs(canonical_inputs(query, key.key, key.value, *scores))
         are_lengths_known, cached = step.are_lengths_known(), step.standing(query)

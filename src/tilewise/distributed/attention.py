@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tilewise.api import Window, canonical_inputs, check_layout, draw_seed, to_bshd, window_bounds
-from tilewise.core.checks import check_flag, check_number, shown
+from tilewise.core.checks import check_flag, check_number, check_tensors, shown
 from tilewise.core.dropout import SQUARE
 from tilewise.core.functions.call import Extent, MaskFunction, ScoreFunction, with_functions
 from tilewise.core.problem import Inputs, Options
@@ -143,6 +143,7 @@ def context_parallel_attention(
     def describe() -> Call:
         if refusal is not None:
             raise refusal
+        check_tensors(query=query, key=key, value=value)
         q, k, v = to_bshd(layout, query=query, key=key, value=value)
         if cu_seqlens is not None:
             q, k, v = batch_of_one(q, k, v)
@@ -152,9 +153,7 @@ def context_parallel_attention(
             causal, *window_bounds(window), softcap, dropout_p, scale, deterministic, None, None, precision
         )
         if q.ndim != 4:
-            raise ValueError(
-                f"query.shape={tuple(query.shape)} must be (batch, tokens of the rank, heads, dim)"
-            )
+            raise ValueError(f"query.shape={tuple(q.shape)} must be (batch, tokens of the rank, heads, dim)")
         tokens = layout_of(ranks, balance, seqlen, cu_seqlens, q.shape[1])
         whole = _extent(inputs, tokens, cu_seqlens is not None)
         inputs, options = with_functions(inputs, options, mask_mod, score_mod, is_shard=True, whole=whole)
