@@ -131,7 +131,8 @@ def forward_op(
     """
     query, key, value = map(_arrived, (query, key, value))
     mask, bias = _mask_and_bias(attn_mask)
-    results = plans.attend(api.canonical_inputs(query, key, value, mask, bias), _block_options(scale), None)
+    inputs, options = api.canonical_inputs(query, key, value, mask, bias), obeying_torch(Options(scale=scale))
+    results = plans.attend(inputs, options, None)
     assert results.out is not None and results.lse is not None
     out, lse = results.out, results.lse.transpose(1, 2).contiguous()
     if _save_ctx:
@@ -155,7 +156,7 @@ def backward_op(ctx: Any, grad_out: Tensor, *args: Any, **block: Tensor) -> tupl
     mask, bias = _mask_and_bias(ctx.attn_mask)
     query, key, value, out, lse, dout = map(_arrived, (*saved.values(), grad_out))
     inputs: Inputs = api.canonical_inputs(query, key, value, mask, bias)
-    results, options = Results(out, lse.transpose(1, 2).contiguous()), _block_options(ctx.scale)
+    results, options = Results(out, lse.transpose(1, 2).contiguous()), obeying_torch(Options(scale=ctx.scale))
     grads = plans.differentiate(inputs, results, dout, None, options, None, False, is_partial=is_ring)
     return grads.query, grads.key, grads.value
 
@@ -163,10 +164,6 @@ def backward_op(ctx: Any, grad_out: Tensor, *args: Any, **block: Tensor) -> tupl
 def _arrived(t: Tensor) -> Tensor:
     """A plain tensor: one that a collective still writes is a subclass, and copying it waits."""
     return t if type(t) is Tensor else t.clone()
-
-
-def _block_options(scale: float | None) -> Options:
-    return obeying_torch(Options(scale=scale))
 
 
 def _mask_and_bias(attn_mask: Tensor | None) -> tuple[Tensor | None, Tensor | None]:

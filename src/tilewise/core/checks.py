@@ -267,6 +267,8 @@ def check_scalars(options: Any, has_seed: bool, dtype: torch.dtype) -> None:
         value = getattr(options, name)
         if value is not None and not isinstance(value, Integral | torch.SymInt):
             raise TypeError(f"{name}={shown(value)} must be an integer")
+        if value is not None and value < 0:
+            raise ValueError(f"{name}={value} must be at least 0")
     if not isinstance(options.precision, str):
         raise TypeError(f"precision={shown(options.precision)} must be a string")
     for name in ("causal", "deterministic"):
@@ -291,10 +293,6 @@ def check_scalars(options: Any, has_seed: bool, dtype: torch.dtype) -> None:
         raise ValueError(f"scale={options.scale} must be a finite number, or None for 1/sqrt(head_dim)")
     if options.precision not in PRECISIONS:
         raise ValueError(f"precision={options.precision!r} must be 'ieee', 'tf32', 'fp8' or 'int8'")
-    for name in ("max_seqlen_q", "max_seqlen_k"):
-        bound = getattr(options, name)
-        if bound is not None and bound < 0:
-            raise ValueError(f"{name}={bound} must be at least 0")
 
 
 def check_8_bit(s: Any, precision: str) -> None:

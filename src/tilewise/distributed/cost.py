@@ -143,8 +143,7 @@ def explain(
         ('ring', ['ring', 'ulysses', '2d', 'all_gather'])
     """
     kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-    check_integers(1, world=world, batch=batch, num_heads=num_heads)
-    check_integers(1, num_kv_heads=kv_heads, head_dim=head_dim)
+    check_integers(1, world=world, batch=batch, num_heads=num_heads, num_kv_heads=kv_heads, head_dim=head_dim)
     if num_heads % kv_heads:
         raise ValueError(f"num_kv_heads={kv_heads} must divide num_heads={num_heads}")
     if not isinstance(dtype, torch.dtype):

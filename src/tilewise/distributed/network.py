@@ -49,14 +49,10 @@ def measured(ranks: Ranks, dtype: torch.dtype, device: torch.device) -> Network:
     key = (ranks.group, dtype, device)
     if key not in _measured:
         # Inference mode's tensors have no gradients; a checkpoint around the call counts what is saved.
-        as_it_is = torch.autograd.graph.saved_tensors_hooks(_same, _same)
+        as_it_is = torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t)
         with torch.inference_mode(False), as_it_is:
             _measured[key] = _measure(ranks, dtype, device)
     return _measured[key]
-
-
-def _same(t: torch.Tensor) -> torch.Tensor:
-    return t
 
 
 def _measure(ranks: Ranks, dtype: torch.dtype, device: torch.device) -> Network:

@@ -63,8 +63,7 @@ def gradients(graph: Graph, root: int) -> dict[int, int]:
 
     Where a leaf's derivative is 0 for all values, it is left out.
     """
-    recorder = Recorder()
-    recorder.graph = graph
+    recorder = Recorder(graph=graph)
     adjoints = {root: graph.const(1.0)}
     for n in reversed(graph.reachable([root])):
         node = graph.nodes[n]

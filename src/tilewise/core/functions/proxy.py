@@ -30,8 +30,8 @@ def kind_of(dtype: torch.dtype) -> str:
 class Recorder:
     """One trace: its graph, the tensors met, and the line of the user's code that each load stands in."""
 
-    def __init__(self, device: torch.device | None = None) -> None:
-        self.graph, self.device = Graph(), device
+    def __init__(self, device: torch.device | None = None, graph: Graph | None = None) -> None:
+        self.graph, self.device = Graph() if graph is None else graph, device
         self.tensors: list[Tensor] = []
         self.lines: dict[int, str] = {}
         self.asks_for_shapes = False  # the trace is of these sizes of tensors

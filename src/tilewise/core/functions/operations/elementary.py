@@ -44,8 +44,7 @@ _ARC = (  # (atan(x) / x - 1) / x^2, by x^2 from 0 to tan(pi / 8)^2
 
 def formulas(graph: Graph) -> dict[int, int]:
     """Of each node that kernels don't print, a new node of the graph that computes the same."""
-    recorder, found, n = Recorder(), {}, 0
-    recorder.graph = graph
+    recorder, found, n = Recorder(graph=graph), {}, 0
     while n < len(graph.nodes):
         formula = _formula(graph, n)
         if formula is not None:

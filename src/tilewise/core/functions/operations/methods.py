@@ -292,7 +292,7 @@ def _reduction(function: Callable[[list[Any]], Any]) -> Callable[..., Proxy]:
 
 
 def _sum(items: list[Any]) -> Any:
-    return functools.reduce(lambda a, b: a + b, (x.int() if x.kind == BOOL else x for x in items))
+    return sum(x.int() if x.kind == BOOL else x for x in items)
 
 
 def _norm(row: Any, p: Any = 2, dim: Any = None, keepdim: bool = False, *, ord: Any = 2, **_: Any) -> Any:
