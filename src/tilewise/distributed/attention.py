@@ -293,10 +293,10 @@ def _run(
     out, lse = engine.run(work, inputs)
     if degree == 1:
         return out, lse
-    (out,) = heads_to_tokens(swap, (out,), (heads,))
+    out = heads_to_tokens(swap, out, heads)
     if not wants_lse:
         return out, None
-    (lse,) = heads_to_tokens(swap, (lse.transpose(1, 2)[..., None],), (heads,))
+    lse = heads_to_tokens(swap, lse.transpose(1, 2)[..., None], heads)
     return out, lse[..., 0].transpose(1, 2)
 
 

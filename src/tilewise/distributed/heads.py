@@ -104,23 +104,23 @@ class Exchange(NamedTuple):
         return tuple(results)
 
 
-def heads_to_tokens(swap: Swap, tensors: tuple[Tensor, ...], heads: Heads) -> tuple[Tensor, ...]:
+def heads_to_tokens(swap: Swap, t: Tensor, heads: tuple[slice, ...]) -> Tensor:
     """(batch, tokens of the group, heads of the rank, dim) -> (batch, tokens of the rank, heads, dim)."""
-    return _ToTokens.apply(Exchange(swap, heads), *tensors)  # type: ignore[no-any-return]
+    return _ToTokens.apply(Exchange(swap, (heads,)), t)  # type: ignore[no-any-return]
 
 
 class _ToTokens(torch.autograd.Function):
     """Forward what an exchange does to gradients."""
 
     @staticmethod
-    def forward(ctx: Any, exchange: Exchange, *tensors: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
+    def forward(ctx: Any, exchange: Exchange, t: Tensor) -> Tensor:  # type: ignore[override]
         ctx.exchange = exchange
-        return exchange.back(tensors)
+        return exchange.back((t,))[0]
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
-        return None, *ctx.exchange.there(grads)
+    def backward(ctx: Any, g: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        return None, *ctx.exchange.there((g,))
 
 
 def _published(ranks: Ranks, tensors: list[Tensor], most: int, shapes: Any) -> list[list[Tensor]] | None:
