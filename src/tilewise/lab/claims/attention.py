@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import functools
+import gc
 import statistics
+from collections.abc import Callable
 from functools import partial
+from typing import Any
+
+import torch
 
 import tilewise
 from tilewise.lab.bench import memory
@@ -13,7 +18,6 @@ from tilewise.lab.bench.peer import Data, Prepared
 from tilewise.lab.bench.peers import find_peers
 from tilewise.lab.bench.timing import stopwatch
 from tilewise.lab.claims.claim import FA1, FA2, FA3, TUTORIAL, Measured, Setting, claim
-from tilewise.lab.claims.lengths import in_memory, longest_that
 from tilewise.lab.learn.machines import MACHINES
 
 ROUNDS = 5
@@ -208,6 +212,34 @@ def fp8_speed(setting: Setting) -> Measured:
     seconds = statistics.median(clock.sample(call, 20))
     what = f"forward of bfloat16 that is quantised first, {LONG.seqlen_q:,} tokens, {LONG.num_heads} heads"
     return Measured(LONG.flops() / seconds / 1e12, f"{what} of {LONG.head_dim}")
+
+
+FIRST_TOKENS = 1 << 12
+
+
+def longest_that(fits: Callable[[int], bool], most: int) -> int:
+    """The last length that fits: 4,096 and its doubles up to `most` are tried; 2,048 if none does.
+
+    Example:
+        >>> longest_that(lambda tokens: tokens < 20_000, 65_536)
+        16384
+    """
+    seqlen = FIRST_TOKENS
+    while seqlen <= most and fits(seqlen):
+        seqlen *= 2
+    return seqlen // 2
+
+
+def in_memory(step: Callable[[], Any]) -> bool:
+    """Whether a step runs within the GPU's memory, of which it leaves nothing in use."""
+    try:
+        step()
+    except torch.OutOfMemoryError:
+        return False
+    finally:
+        gc.collect()  # models have cycles
+        torch.cuda.empty_cache()
+    return True
 
 
 MOST_TOKENS = 1 << 19  # a step of twice as many takes 15 s on an H200

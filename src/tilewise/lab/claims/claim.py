@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 TIMING_SLACK = 0.95  # a measurement that comes so near is counted as reached
 
@@ -41,6 +41,7 @@ class Measured(NamedTuple):
 
 
 Curves = dict[str, dict[str, dict[str, float]]]  # axis -> peer -> x -> y; x as text, as JSON has it
+Measure = Callable[[Setting], Measured]
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ class Claim:
     claimed: float
     unit: str
     kind: str
-    measure: Callable[[Setting], Measured]
+    measure: Measure
     needs_gpu: bool = False
     is_training: bool = False
     is_counted: bool = False
@@ -83,27 +84,15 @@ class Claim:
 
 
 CLAIMS: dict[str, Claim] = {}
-Measure = Callable[[Setting], Measured]
 
 
 def claim(
-    name: str,
-    says: str,
-    source: str,
-    claimed: float,
-    unit: str,
-    kind: str = "at least",
-    needs_gpu: bool = False,
-    is_training: bool = False,
-    is_counted: bool = False,
-    why: str = "",
+    name: str, says: str, source: str, claimed: float, unit: str, kind: str = "at least", **more: Any
 ) -> Callable[[Measure], Measure]:
-    """Put a function that measures a claim on the list."""
+    """Put a function that measures a claim on the list; `more` are the other fields of `Claim`."""
 
     def register(measure: Measure) -> Measure:
-        CLAIMS[name] = Claim(
-            name, says, source, claimed, unit, kind, measure, needs_gpu, is_training, is_counted, why
-        )
+        CLAIMS[name] = Claim(name, says, source, claimed, unit, kind, measure, **more)
         return measure
 
     return register

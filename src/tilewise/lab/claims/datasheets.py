@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
-
 from tilewise.device import DATASHEET
 from tilewise.lab.bench.cases import dense
 from tilewise.lab.claims.arithmetic import A100, HALF, ONE_HEAD, counted
-from tilewise.lab.claims.claim import FA2, FA3, TUTORIAL, Measured, Setting
+from tilewise.lab.claims.claim import FA2, FA3, TUTORIAL, Measure, Measured, Setting
 from tilewise.lab.learn import io_model, roofline
 from tilewise.lab.learn.counts import Shape
 from tilewise.lab.learn.machines import KIB, L2_BYTES_PER_CLOCK, MACHINES, MIB, SPECIAL_PER_CLOCK
@@ -17,18 +14,14 @@ H100 = MACHINES["H100"]
 TERA = 1e12
 
 
-def _sheet(setting: Setting, value: Callable[[], float], what: str, note: str = "") -> Measured:
-    return Measured(value(), what, note)
-
-
-def _balance(setting: Setting, gpu: str) -> Measured:
-    return Measured(MACHINES[gpu].device.balance, "from the datasheet")
+def _sheet(value: float, what: str, note: str = "") -> Measure:
+    return lambda setting: Measured(value, what, note)
 
 
 for _gpu, _flops in (("A100", 156), ("H100", 295)):
     _says = f"An {_gpu} needs {_flops} FLOPs for each byte to be busy."
     counted(f"balance-{_gpu.lower()}", _says, TUTORIAL, _flops, "FLOP/byte", "equal")(
-        partial(_balance, gpu=_gpu)
+        _sheet(MACHINES[_gpu].device.balance, "from the datasheet")
     )
 
 _cores, _tiles, _registers = A100.cores, A100.fast_level, A100.level("registers")
@@ -36,50 +29,46 @@ _l2, _memory = A100.level("L2"), A100.memory
 _clock = f"from the clock: {L2_BYTES_PER_CLOCK:,} bytes in each"
 for _name, _says, _claimed, _unit, _kind, _value, _what, _why in (
     ("size-registers", "A multiprocessor of an A100 has 256 KB of registers.", 256, "KiB", "equal",
-     lambda: _registers.bytes / KIB, _registers.source, ""),
+     _registers.bytes / KIB, _registers.source, ""),
     ("size-sram", "Tiles have 192 KB of on-chip memory in a multiprocessor of an A100.", 192, "KiB", "equal",
-     lambda: _tiles.bytes / KIB, "what one block can have",
+     _tiles.bytes / KIB, "what one block can have",
      "A part is kept for the L1 cache and the system."),
     ("size-sram-total", "Tiles have 20 MB of on-chip memory in an A100.", 20, "MB", "equal",
-     lambda: _tiles.total_bytes / 1e6, f"what blocks can have in {_cores} multiprocessors",
+     _tiles.total_bytes / 1e6, f"what blocks can have in {_cores} multiprocessors",
      "A part is kept for the L1 cache and the system."),
     ("size-l2", "The L2 cache of an A100 has 40 MB.", 40, "MiB", "equal",
-     lambda: _l2.total_bytes / MIB, "from the datasheet", ""),
+     _l2.total_bytes / MIB, "from the datasheet", ""),
     ("speed-sram", "On-chip memory of an A100 moves 19 TB/s.", 19, "TB/s", "at least",
-     lambda: (_tiles.bytes_per_second or 0) / TERA, f"from the clock, {_cores} multiprocessors", ""),
+     (_tiles.bytes_per_second or 0) / TERA, f"from the clock, {_cores} multiprocessors", ""),
     ("speed-l2", "The L2 cache of an A100 moves 5 TB/s.", 5, "TB/s", "equal",
-     lambda: (_l2.bytes_per_second or 0) / TERA, _clock, "It is a limit. What programs reach is less."),
+     (_l2.bytes_per_second or 0) / TERA, _clock, "It is a limit. What programs reach is less."),
     ("sram-faster", "On-chip memory is 10 times faster than device memory.", 10, "×", "equal",
-     lambda: (_tiles.bytes_per_second or 0) / A100.device.bytes_per_second, "from clock and datasheet",
+     (_tiles.bytes_per_second or 0) / A100.device.bytes_per_second, "from clock and datasheet",
      ""),
     ("sram-smaller", "On-chip memory is 400 times smaller than device memory.", 400, "×", "equal",
-     lambda: _memory.bytes / _tiles.total_bytes,
+     _memory.bytes / _tiles.total_bytes,
      f"an A100: {_memory.bytes / 1e9:.0f} GB over the {_tiles.total_bytes / 1e6:.0f} MB that tiles can have",
      "The difference is ten times as large."),
 ):  # fmt: skip
-    counted(_name, _says, TUTORIAL, _claimed, _unit, _kind, why=_why)(
-        partial(_sheet, value=_value, what=_what)
-    )
+    counted(_name, _says, TUTORIAL, _claimed, _unit, _kind, why=_why)(_sheet(_value, _what))
 
 _each = f"{SPECIAL_PER_CLOCK} a clock in each multiprocessor"
 _exp = A100.device.flops_per_second / A100.special_per_second
 _adds = H100.device.flops_per_second / (2 * H100.vector_per_second)
 for _name, _says, _source, _rate, _unit, _kind, _value, _what, _note, _why in (
     ("vector-a100", "FLOPs outside matrix products are 16 times dearer on an A100.", FA2, 16, "×", "equal",
-     lambda: A100.device.flops_per_second / (2 * A100.vector_per_second),
+     A100.device.flops_per_second / (2 * A100.vector_per_second),
      "datasheet: float16 products over float32 multiply-adds", f"{_exp:.0f}× for exponentials", ""),
     ("exp-a100", "An A100 computes 19.5 T exponentials a second.", TUTORIAL, 19.5, "T/s", "equal",
-     lambda: A100.special_per_second / TERA, _each, "",
+     A100.special_per_second / TERA, _each, "",
      "19.5 TFLOP/s are those of multiply-adds. Exponentials have units of their own."),
     ("exp-h100", "An H100 computes 4 T exponentials a second.", FA3, 4, "T/s", "equal",
-     lambda: H100.special_per_second / TERA, _each, "", ""),
+     H100.special_per_second / TERA, _each, "", ""),
     ("vector-h100", "FLOPs outside matrix products are about 250 times dearer on an H100.", FA3, 250, "×",
-     "at least", lambda: H100.device.flops_per_second / H100.special_per_second,
+     "at least", H100.device.flops_per_second / H100.special_per_second,
      f"float16 products over exponentials, {_each}", f"{_adds:.0f}× for multiply-adds", ""),
 ):  # fmt: skip
-    counted(_name, _says, _source, _rate, _unit, _kind, why=_why)(
-        partial(_sheet, value=_value, what=_what, note=_note)
-    )
+    counted(_name, _says, _source, _rate, _unit, _kind, why=_why)(_sheet(_value, _what, _note))
 
 
 @counted("fp8-peak", "An H100 is twice as fast in FP8 as in FP16.", FA3, 2, "×", "equal")
@@ -92,28 +81,16 @@ def fp8_peak(setting: Setting) -> Measured:
     )
 
 
-def _share(setting: Setting, teraflops: float, gpu: str) -> Measured:
-    peak = MACHINES[gpu].device.flops_per_second / TERA
-    return Measured(100 * teraflops / peak, f"the same over the datasheet's {peak:,.0f} TFLOP/s")
-
-
 for _name, _kernels, _source, _teraflops, _gpu, _percent, _why in (
     ("share-fa1", "FlashAttention", FA2, 124, "A100", 40, ""),
     ("share-fa2", "FlashAttention-2", FA2, 230, "A100", 73, "It was cut off, not rounded."),
-    (
-        "share-fa2-h100",
-        "FlashAttention-2",
-        FA3,
-        370,
-        "H100",
-        35,
-        "By the datasheet it is a little more.",
-    ),
+    ("share-fa2-h100", "FlashAttention-2", FA3, 370, "H100", 35, "By the datasheet it is a little more."),
     ("share-fa3", "FlashAttention-3", FA3, 740, "H100", 75, ""),
 ):
     _says = f"{_kernels}'s {_teraflops} TFLOP/s are {_percent}% of an {_gpu}'s peak."
+    _peak = MACHINES[_gpu].device.flops_per_second / TERA
     counted(_name, _says, _source, _percent, "%", "equal", why=_why)(
-        partial(_share, teraflops=_teraflops, gpu=_gpu)
+        _sheet(100 * _teraflops / _peak, f"the same over the datasheet's {_peak:,.0f} TFLOP/s")
     )
 
 

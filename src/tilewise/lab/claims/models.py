@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from tilewise.lab.bench.errors import BenchError
+from tilewise.lab.claims.attention import in_memory, longest_that
 from tilewise.lab.claims.claim import FA1, TUTORIAL, Curves, Measured, Setting, claim
-from tilewise.lab.claims.lengths import in_memory, longest_that
 from tilewise.lab.demo.text import sample, standard_library
 
 STEPS = 5
