@@ -62,7 +62,7 @@ class OneCall(CpuStopwatch):
 
 
 def run_case(*peers, rounds=6):
-    return runner.run_case(CASE, peers, "cpu", OneCall(), Settings("cpu", rounds=rounds), 0)
+    return runner.run_case(CASE, peers, "cpu", OneCall(), Settings("cpu", rounds=rounds))
 
 
 def test_a_wrong_peer_reports_no_speed():
@@ -138,7 +138,7 @@ def test_the_faster_layout_is_timed():
                 return prepared
             return dataclasses.replace(prepared, call=lambda: (time.sleep(0.02), prepared.call())[1])
 
-    record = runner.run_case(CASE, [TwoLayouts("x")], "cpu", CpuStopwatch(), Settings("cpu"), 0)
+    record = runner.run_case(CASE, [TwoLayouts("x")], "cpu", CpuStopwatch(), Settings("cpu"))
     assert record["peers"]["x"]["layout"] == "fast"
 
 
@@ -200,7 +200,7 @@ def test_a_peer_that_sets_up_for_too_long_sits_the_case_out():
     started = time.monotonic()
     settings = Settings("cpu", setup_limit=0.2)
     peers = [Scripted("flex", compile_stubbornly), Scripted("tilewise")]
-    record = runner.run_case(CASE, peers, "cpu", OneCall(), settings, 0)
+    record = runner.run_case(CASE, peers, "cpu", OneCall(), settings)
     assert time.monotonic() - started < 5.0
     slow, right = record["peers"]["flex"], record["peers"]["tilewise"]
     assert slow["status"] == "refused" and "took more than 0.2 s; --setup-limit" in slow["reason"]

@@ -99,15 +99,17 @@ class Case:
             return [(n, n) for n in self.lengths]
         return [(self.seqlen_q, self.seqlen_k)] * self.batch
 
+    @property
+    def reach(self) -> tuple[int | None, int | None]:
+        """The keys visible to the left and to the right of a query's own; None: all."""
+        return self.window or (None, 0 if self.causal else None)
+
     def visible_pairs(self) -> int:
         """(query, key) pairs that are not masked, over the batch and all heads."""
         if self.mask:
             return self.num_heads * MASKS[self.mask](self, "cpu").pairs
-        left, right = (None, 0 if self.causal else None) if self.window is None else self.window
-        per_length = {
-            lengths: Visibility(*lengths, left, right).visible_pairs() for lengths in set(self.sequences)
-        }
-        return self.num_heads * sum(per_length[lengths] for lengths in self.sequences)
+        pairs = {n: Visibility(*n, *self.reach).visible_pairs() for n in set(self.sequences)}
+        return self.num_heads * sum(pairs[n] for n in self.sequences)
 
     def flops(self) -> int:
         """Floating-point operations of the visible pairs: two products forward, 2.5 times that backward."""
@@ -125,14 +127,9 @@ class Case:
 
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> Case:
-        window = fields.get("window")
-        return cls(
-            **{
-                **fields,
-                "window": None if window is None else (window[0], window[1]),
-                "lengths": tuple(fields.get("lengths", ())),
-            }
-        )
+        """JSON has lists for tuples."""
+        read: dict[str, Any] = {n: tuple(x) if isinstance(x, list) else x for n, x in fields.items()}
+        return cls(**read)
 
 
 def dense(

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from tilewise.core.mask import Visibility
 from tilewise.lab.bench.cases import Case
 from tilewise.lab.bench.inputs.data import DATA
 from tilewise.lab.bench.inputs.masks import MASKS
@@ -224,14 +225,12 @@ class Data:
         case = self.case
         if case.mask:
             return MASKS[case.mask](case, self.device).dense(case, self.device)
-        left, right = case.window if case.window is not None else (None, 0 if case.causal else None)
+        left, right = case.reach
         if left is None and (right is None or case.seqlen_q == 1):
             return None
         mask = torch.empty(case.seqlen_q, case.seqlen_k, dtype=torch.bool, device=self.device)
-        keys = torch.arange(case.seqlen_k, device=self.device)
-        for start in range(0, case.seqlen_q, 1024):
-            end = min(start + 1024, case.seqlen_q)
-            aligned = torch.arange(start, end, device=self.device)[:, None] + case.seqlen_k - case.seqlen_q
-            rows = keys <= aligned + right if right is not None else keys <= case.seqlen_k
-            mask[start:end] = rows if left is None else rows & (keys >= aligned - left)
+        visibility = Visibility(case.seqlen_q, case.seqlen_k, left, right)
+        for start in range(0, case.seqlen_q, 256):
+            end = min(start + 256, case.seqlen_q)
+            mask[start:end] = visibility.tile_mask(start, end, 0, case.seqlen_k, self.device)
         return mask[None, None]

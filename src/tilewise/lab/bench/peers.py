@@ -94,9 +94,7 @@ class Tilewise(Peer):
     def prepare(self, case: Case, data: Data, layout: str) -> Prepared:
         if case.kind == "decode":
             return self._prepare_decode(case, data)
-        options: dict[str, Any] = {"window": case.window, "backend": self.backend}
-        options["causal"] = case.causal and case.window is None
-        options |= data.option.tilewise()
+        options = _masked(case) | {"backend": self.backend} | data.option.tilewise()
         if case.mask:
             options["mask"] = data.mask
         if case.has_functions:
@@ -122,9 +120,7 @@ class Tilewise(Peer):
             options["return_aux"] = statistics.STATISTICS[case.statistics]
             named = functools.partial(statistics.tensors, case.statistics)
 
-            def attend_watched(q: Tensor, k: Tensor, v: Tensor) -> Any:
-                return tilewise.attention(q, k, v, layout=layout, **options)
-
+            attend_watched = functools.partial(tilewise.attention, layout=layout, **options)
             return prepare_statistics(case, tensors, attend_watched, canonical, named)
         prepared = prepare_call(case, tensors, dout, attend, canonical, others=data.option.leaves)
         if case.kind == "memory":
@@ -152,10 +148,8 @@ class Tilewise(Peer):
         """Through the flash-attn face, whose page table is the one interface that every version keeps."""
         if self.backend is not None:
             raise Refusal("the flash-attn interface to page tables takes no backend")
-        try:
-            from tilewise.faces.flash_attn import flash_attn_with_kvcache
-        except ImportError as error:
-            raise Refusal(f"has no page tables yet: {error}") from error
+        from tilewise.faces.flash_attn import flash_attn_with_kvcache
+
         pages = data.pages
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -163,6 +157,10 @@ class Tilewise(Peer):
             return _out(flash_attn_with_kvcache(q, k, v, causal=True, **options))
 
         return prepare_call(case, (data.query, pages.key, pages.value), None, attend, as_is)
+
+
+def _masked(case: Case) -> dict[str, Any]:
+    return {"window": case.window, "causal": case.causal and case.window is None}
 
 
 class Changed(Tilewise):
@@ -184,13 +182,15 @@ def _compared() -> dict[str, Peer]:
     def has_option(case: Case) -> bool:
         return case.has_functions and not case.mask and case.option not in FUNCTIONS_ALONE
 
+    def has_statistics(case: Case) -> bool:
+        return bool(case.statistics)
+
     said_too, of_statistics = "is for functions that an option says too", "is for cases with statistics"
-    return {
-        "tilewise-option": Changed("tilewise-option", has_option, said_too, has_functions=False),
-        "tilewise-plain": Changed(
-            "tilewise-plain", lambda case: bool(case.statistics), of_statistics, statistics=""
-        ),
-    }
+    peers = (
+        Changed("tilewise-option", has_option, said_too, has_functions=False),
+        Changed("tilewise-plain", has_statistics, of_statistics, statistics=""),
+    )
+    return {peer.name: peer for peer in peers}
 
 
 class EightBit(Peer):
@@ -208,7 +208,7 @@ class EightBit(Peer):
             raise Refusal("8-bit products are timed in plain dense and packed forwards")
         if case.dtype not in ("bfloat16", "float16"):
             raise Refusal("8-bit products are of float16 and bfloat16 tensors")
-        options: dict[str, Any] = {"window": case.window, "causal": case.causal and case.window is None}
+        options = _masked(case)
         function: Callable[..., Any] = tilewise.attention
         offsets: tuple[Tensor, ...] = ()
         lengths: tuple[int, ...] = ()
@@ -283,16 +283,14 @@ class FlashAttention2(External):
         masked: dict[str, Any] = {"causal": case.causal, "window_size": case.window or (-1, -1)}
         masked |= data.option.flash_attn()
         if case.kind == "varlen":
-            packed = _packed(case, data)
-            return lambda q, k, v: module.flash_attn_varlen_func(q, k, v, **packed, **masked)
+            return functools.partial(module.flash_attn_varlen_func, **_packed(case, data), **masked)
         if case.kind != "decode":
-            return lambda q, k, v: module.flash_attn_func(q, k, v, **masked)
-        if case.page_size is None:
-            return lambda q, k, v: module.flash_attn_with_kvcache(q, k, v, **masked)
-        if case.page_size % self.page_multiple:
-            raise Refusal(f"{self.package} needs pages of a multiple of {self.page_multiple} keys")
-        masked.update({"cache_seqlens": data.pages.lengths, self.table_name: data.pages.table})
-        return lambda q, k, v: module.flash_attn_with_kvcache(q, k, v, **masked)
+            return functools.partial(module.flash_attn_func, **masked)
+        if case.page_size is not None:
+            if case.page_size % self.page_multiple:
+                raise Refusal(f"{self.package} needs pages of a multiple of {self.page_multiple} keys")
+            masked |= {"cache_seqlens": data.pages.lengths, self.table_name: data.pages.table}
+        return functools.partial(module.flash_attn_with_kvcache, **masked)
 
 
 class FlashAttention3(FlashAttention2):
@@ -306,13 +304,12 @@ class FlashAttention4(External):
     def bind(self, module: Any, case: Case, data: Data) -> Any:
         masked: dict[str, Any] = {"causal": case.causal, "window_size": case.window or (None, None)}
         if case.kind == "varlen":
-            packed = _packed(case, data)
-            return lambda q, k, v: module.flash_attn_varlen_func(q, k, v, **packed, **masked)
+            return functools.partial(module.flash_attn_varlen_func, **_packed(case, data), **masked)
         if case.page_size is not None:
-            masked.update(seqused_k=data.pages.lengths, page_table=data.pages.table)
-            return lambda q, k, v: module.flash_attn_varlen_func(q, k, v, **masked)
+            paged = {"seqused_k": data.pages.lengths, "page_table": data.pages.table}
+            return functools.partial(module.flash_attn_varlen_func, **paged, **masked)
         splits = {"num_splits": 0} if case.kind == "decode" else {}  # 0: its own heuristic
-        return lambda q, k, v: module.flash_attn_func(q, k, v, **masked, **splits)
+        return functools.partial(module.flash_attn_func, **masked, **splits)
 
 
 class Xformers(External):

@@ -136,7 +136,7 @@ def _run(plan: Plan, report: Report | None) -> results.Results:
         for ceiling in ceilings:  # once a case: clocks drift, and other programs come and go
             samples = reached[ceiling.name]["samples"]
             samples += clock.sample(ceiling.call, 1 if samples else 3)
-        return run_case(case, plan.peers, plan.device, clock, settings, settings.seed or 0, plan.limits)
+        return run_case(case, plan.peers, plan.device, clock, settings, plan.limits)
 
     method = memory.method(plan.device) if settings.suite == "memory" else clock.method
     said = {"method": method, "ceilings": reached, "unavailable": plan.unavailable}
@@ -187,13 +187,13 @@ def run_case(
     device: str,
     clock: Stopwatch,
     settings: Settings,
-    seed: int,
     limits: Mapping[str, str] = MappingProxyType({}),
 ) -> dict[str, Any]:
     """The record of one case: what every peer did, or why it did not."""
     record: dict[str, Any] = {"name": case.name, "case": case.to_json()}
     record |= {"bytes": case.cache_bytes()} if case.kind == "decode" else {"flops": case.flops()}
     entries: dict[str, results.Entry] = {}
+    seed = settings.seed or 0
     data = Data(case, device, seed)
     more = clock.copies(case) - 1 if isinstance(clock, GraphStopwatch) else 0
     copies = [data, *(Data(case, device, seed + n + 1) for n in range(more))]
@@ -212,7 +212,9 @@ def run_case(
         _measure_rounds(ready, entries, clock, settings.rounds)
     record["peers"] = entries
     del data, copies, ready
-    _free(device)
+    gc.collect()
+    if device == "cuda":
+        torch.cuda.empty_cache()
     return record
 
 
@@ -324,12 +326,6 @@ def no_garbage_collection() -> Iterator[None]:
         yield
     finally:
         gc.enable()
-
-
-def _free(device: str) -> None:
-    gc.collect()
-    if device == "cuda":
-        torch.cuda.empty_cache()
 
 
 def is_sound(found: results.Results) -> bool:

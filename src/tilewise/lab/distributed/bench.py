@@ -72,7 +72,7 @@ def run(settings: Settings, cases: list[Case], group: Group, report: Report | No
     settings = dataclasses.replace(settings, seed=seed, json=None if group.rank else settings.json)
 
     def measure(case: Case) -> dict[str, Any]:
-        return _run_case(case, chosen, group, clock, settings, seed)
+        return _run_case(case, chosen, group, clock, settings)
 
     def is_late(late: bool) -> bool:
         return bool(_largest(float(late), group))
@@ -125,9 +125,9 @@ class _Ready:
 
 
 def _run_case(
-    case: Case, chosen: dict[str, Prepare], group: Group, clock: Stopwatch, settings: Settings, seed: int
+    case: Case, chosen: dict[str, Prepare], group: Group, clock: Stopwatch, settings: Settings
 ) -> dict[str, Any]:
-    data = Data(case, group.place, seed)
+    data = Data(case, group.place, settings.seed or 0)
     entries: dict[str, results.Entry] = {}
     ready: dict[str, _Ready] = {}
     for name, prepare in chosen.items():

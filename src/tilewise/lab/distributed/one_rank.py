@@ -167,8 +167,7 @@ def _run_all(of_rank: Callable[[int], Prepared], layout: Layout, dim: int, round
 
 def _busiest(layout: Layout, case: Case) -> int:
     """The rank with most pairs of queries and keys. (After an exchange of heads all have as many.)"""
-    left, right = case.window or (None, None)
-    rules = Rules(left, 0 if case.causal else right, False)
+    rules = Rules(*case.reach, False)
 
     def pairs(rank: int) -> int:
         steps = make_schedule(layout, rank, rules, "ring")

@@ -186,8 +186,7 @@ def _explain_case(case: Case, world: int, network: Network, has_wide_gradients: 
     starts = offsets(case)
     seqlen = case.seqlen_q if starts is None else None
     layout = layout_of(Ranks(None, 0, world, ()), balance_of(case), seqlen, starts)
-    left, right = case.window or (None, None)
-    rules = Rules(left, 0 if case.causal else right, needs_tokens=False)
+    rules = Rules(*case.reach, needs_tokens=False)
     number, gradient = itemsizes(case.torch_dtype)
     heads, dims = (case.num_heads, case.num_kv_heads), (case.head_dim, case.head_dim)
     sizes = Sizes(case.batch, *heads, *dims, number, gradient if has_wide_gradients else number)
