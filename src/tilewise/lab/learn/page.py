@@ -34,7 +34,6 @@ SCRIPTS = (
     "arithmetic",
     "fp8",
     "elements",
-    "own_command",
     "walk_inputs",
     "tiles",
     "online",

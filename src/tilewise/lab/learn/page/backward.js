@@ -6,7 +6,7 @@ import { traceCommand } from "./tiles.js";
 
 export function backwardPart(data) {
   let pass = null;
-  const steps = stepper(byId("backward-stepper"), "Backward", draw);
+  const restart = stepper(byId("backward-stepper"), "Backward", draw);
 
   function draw(position) {
     if (position === 0) return beginning();
@@ -72,7 +72,7 @@ export function backwardPart(data) {
   compare();
   return (given) => {
     pass = backward(given.inputs, given.dout, given.settings);
-    steps.restart(pass.steps.length, 1);
+    restart(pass.steps.length);
     check(given);
   };
 }

@@ -1,9 +1,8 @@
 // Part 7: attention in 8 bits, as it is and rotated.
 
-import { attempt, byId, command, difference, el, figure, matrix, number, options, small, svg, table } from "./elements.js";
+import { attempt, byId, command, difference, el, figure, matrix, number, options, ownFp8Command, small, svg, table } from "./elements.js";
 import { largestDifference } from "./arithmetic.js";
 import { bitsOf, rms, roundE4m3, roundWeight, spacing, walk } from "./fp8.js";
-import { ownFp8Command } from "./own_command.js";
 import { typedInputs } from "./walk_inputs.js";
 
 const SHOWN = 8; // columns of a query in the tables

@@ -123,7 +123,7 @@ export function options(select, entries, chosen) {
   select.replaceChildren(...entries.map(([value, text]) => el("option", { value, selected: value === chosen }, text)));
 }
 
-// Buttons, slider and arrow keys that walk through steps 0..last; `show(position)` draws one.
+// Buttons, slider and arrow keys that walk through steps 0..last; `show(position)` draws one. Starts them anew, at 1.
 export function stepper(root, label, show) {
   const slider = el("input", { type: "range", min: 0, value: 0, step: 1, "aria-label": `${label}: step` });
   const place = el("output", { class: "place" });
@@ -162,14 +162,27 @@ export function stepper(root, label, show) {
     stop();
     set(Number(slider.value));
   });
-  return {
-    restart(last, position = 0) {
-      stop();
-      slider.max = last;
-      set(Math.min(position, last));
-    },
-    get position() {
-      return Number(slider.value);
-    },
+  return (last) => {
+    stop();
+    slider.max = last;
+    set(1);
   };
+}
+
+const tensor = (rows) => `torch.tensor(${JSON.stringify(rows)}, dtype=torch.float64)`;
+
+// A line of Python that traces numbers which are no example of `tilewise trace`.
+export function ownCommand({ query, key, value }, { blockQ, blockK, order, scale, causal }, dout) {
+  const options = `scale=${scale}, causal=${causal ? "True" : "False"}`;
+  const tensors = [query, key, value, ...(dout ? [dout] : [])].map(tensor).join(", ");
+  const call = dout
+    ? `trace.backward(${tensors}, ${blockQ}, ${blockK}, ${options})`
+    : `trace.forward(${tensors}, ${blockQ}, ${blockK}, order='${order}', ${options})`;
+  return `python -c "import torch; from tilewise.learn import trace; print(${call})"`;
+}
+
+// The same for 8-bit attention of one query.
+export function ownFp8Command({ query, key, value }, row) {
+  const tensors = [query, key, value].map(tensor).join(", ");
+  return `python -c "import torch; from tilewise.learn import eight_bits, show; walk = eight_bits.walk(${tensors}); print(show.as_text(eight_bits.sections(walk, ${row})))"`;
 }

@@ -1,7 +1,6 @@
 // Part 2: online softmax on a number line, and float32 with and without the maximum.
 
-import { attempt, byId, command, el, figure, number, options, say, stepper, svg, table } from "./elements.js";
-import { ownCommand } from "./own_command.js";
+import { attempt, byId, command, el, figure, number, options, ownCommand, say, stepper, svg, table } from "./elements.js";
 import { cut, parseMatrix, softmax32 } from "./arithmetic.js";
 
 const HEIGHT = 222, LEFT = 40, BASE = 150, TALL = 95;
@@ -11,7 +10,7 @@ export function onlinePart(examples) {
   const byName = Object.fromEntries(examples.map((example) => [example.name, example]));
   options(byId("online-example"), [...examples.map((x) => [x.name, x.name]), ["own", "my own"]], examples[0].name);
   const drawLine = figure(byId("online-line"), (width) => picture(states[position], width));
-  const steps = stepper(byId("online-stepper"), "Scores", draw);
+  const restart = stepper(byId("online-stepper"), "Scores", draw);
 
   function draw(next) {
     position = next;
@@ -96,7 +95,7 @@ export function onlinePart(examples) {
       states = walk(scores, block);
     };
     if (!attempt("online-error", read, (message) => `The scores: ${message}.`)) return;
-    steps.restart(states.length - 1, 1);
+    restart(states.length - 1);
     float32();
     const example = byName[byId("online-example").value];
     const own = { query: [[1]], key: scores.map((x) => [x]), value: scores.map((_, n) => scores.map((_, m) => Number(m === n))) };

@@ -1,12 +1,11 @@
 // Part 1: the forward pass, tile by tile.
 
-import { byId, command, count, difference, el, matrix, number, say, stepper, table } from "./elements.js";
-import { ownCommand } from "./own_command.js";
+import { byId, command, count, difference, el, matrix, number, ownCommand, say, stepper, table } from "./elements.js";
 import { cut, forward, isVisible, largestDifference } from "./arithmetic.js";
 
 export function tilesPart() {
   let pass = null, given = null;
-  const steps = stepper(byId("tiles-stepper"), "Tiles", (position) => draw(position));
+  const restart = stepper(byId("tiles-stepper"), "Tiles", (position) => draw(position));
 
   function draw(position) {
     const isEnd = position > pass.steps.length;
@@ -111,7 +110,7 @@ export function tilesPart() {
   return (next) => {
     given = next;
     pass = forward(next.inputs, next.settings);
-    steps.restart(pass.steps.length + 1, 1);
+    restart(pass.steps.length + 1);
     showCheck(next, pass);
     command(byId("tiles-command"), traceCommand({ ...next, dout: null }));
   };
