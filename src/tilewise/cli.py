@@ -74,7 +74,3 @@ def _app():  # type: ignore[no-untyped-def]
         app.command(command.__name__.removesuffix("_command").replace("_", "-"))(command)
     app.add_typer(bench_app, name="bench")
     return app
-
-
-if __name__ == "__main__":
-    main()

@@ -8,12 +8,10 @@ from importlib import resources
 from typing import Any
 
 from tilewise.lab.bench import results
-from tilewise.lab.bench.report import markdown
 from tilewise.lab.claims import run
 from tilewise.lab.claims.claim import CLAIMS, Claim, Setting
 
 HEADER = ["claim", "of", "claimed", "measured", "ratio", "holds", "why not, and on what"]
-ALIGNED = "|---|---|---:|---:|---:|---|---|"
 
 
 def committed() -> list[dict[str, Any]]:
@@ -62,12 +60,3 @@ def sections(files: Sequence[dict[str, Any]]) -> list[tuple[str, list[list[str]]
             title += ", with older kernels"
         parts.append((title, rows))
     return parts
-
-
-def tables(files: Sequence[dict[str, Any]]) -> str:
-    """The sections in Markdown."""
-    parts = []
-    for title, rows in sections(files):
-        header, _, *body = markdown(HEADER, rows)
-        parts.append("\n".join([f"### {title}", "", header, ALIGNED, *body]))
-    return "\n\n".join(parts)

@@ -31,19 +31,6 @@ from tilewise.lab.learn.counts import Asymptotic, Cost, Shape, Tally
 from tilewise.lab.learn.records import BlockSizes
 from tilewise.lab.learn.trace import paper_block_sizes
 
-__all__ = [
-    "BLOCKS",
-    "Cost",
-    "Shape",
-    "backward_recompute",
-    "backward_storing",
-    "decode",
-    "fa1",
-    "fa2",
-    "sram_blocks",
-    "standard",
-]
-
 F32 = 4  # bytes
 BLOCKS = BlockSizes(128, 128)
 

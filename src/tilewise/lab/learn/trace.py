@@ -38,17 +38,6 @@ from tilewise.lab.learn.records import (
 from tilewise.tiled import backend as tiled
 from tilewise.tiled.tiles import shift_and_factor
 
-__all__ = [
-    "BackwardStep",
-    "BackwardTrace",
-    "BlockSizes",
-    "Step",
-    "Trace",
-    "backward",
-    "forward",
-    "paper_block_sizes",
-]
-
 ORDERS = ("fa1", "fa2")
 NORMALIZE = ("each_step", "end")
 
