@@ -1,11 +1,11 @@
 // Tiled attention by the steps of `tilewise trace`, in float64. Matrices are arrays of rows.
 
-export const NEG_INF = -Infinity;
+const NEG_INF = -Infinity;
 
 const finite = (x) => (x === NEG_INF ? 0 : x);
-const dot = (a, b) => a.reduce((sum, x, n) => sum + x * b[n], 0);
+export const dot = (a, b) => a.reduce((sum, x, n) => sum + x * b[n], 0);
 const zeros = (rows, cols) => Array.from({ length: rows }, () => new Array(cols).fill(0));
-const sum = (xs) => xs.reduce((a, b) => a + b, 0);
+export const sum = (xs) => xs.reduce((a, b) => a + b, 0);
 
 export function cut(length, block) {
   const spans = [];
@@ -16,12 +16,12 @@ export function cut(length, block) {
 // The last query is aligned with the last key.
 export const isVisible = (i, j, shape) => !shape.causal || j <= i + shape.seqlenK - shape.seqlenQ;
 
-export function shapeOf(inputs, settings) {
+function shapeOf(inputs, settings) {
   return { seqlenQ: inputs.query.length, seqlenK: inputs.key.length, causal: settings.causal };
 }
 
 // Tiles in the order of the walk: FA1 has keys outside, FA2 queries.
-export function tilesOf(shape, settings) {
+function tilesOf(shape, settings) {
   const queries = cut(shape.seqlenQ, settings.blockQ).map((rows, i) => ({ i, rows }));
   const keys = cut(shape.seqlenK, settings.blockK).map((cols, j) => ({ j, cols }));
   const pairs =

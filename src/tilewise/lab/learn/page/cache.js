@@ -19,7 +19,7 @@ function cacheBytes(model, context, batch) {
 
 function growth(data) {
   const { models, contexts } = data.kv, memory = data.machines.find((m) => m.name === "H200").levels.at(-1).bytes;
-  options(byId("cache-model"), models.map((m) => [m.name, m.name]), "llama-2-70b");
+  options(byId("cache-model"), models.map((m) => m.name), "llama-2-70b");
   const slider = byId("cache-context");
   slider.max = contexts.length - 1;
   slider.value = contexts.indexOf(4096);
@@ -56,7 +56,7 @@ function growth(data) {
       powers.map((p) => [
         svg("line", { x1: LEFT, x2: width - RIGHT, y1: y(10 ** p), y2: y(10 ** p), class: "grid" }),
         svg("text", { x: LEFT - 8, y: y(10 ** p) + 4, "text-anchor": "end", class: "quiet" }, bytes(10 ** p)),
-      ]).flat(),
+      ]),
       contexts.filter((_, n) => n % 2 === 0).map((c) => svg("text", { x: x(c), y: HEIGHT - 10, "text-anchor": "middle", class: "quiet" }, c >= 2 ** 20 ? `${c / 2 ** 20}M` : c >= 1024 ? `${c / 1024}k` : c)),
       svg("line", { x1: LEFT, x2: width - RIGHT, y1: y(memory), y2: y(memory), stroke: "var(--warn)", "stroke-width": 1.5, "stroke-dasharray": "7 5" }),
       svg("text", { x: LEFT + 8, y: y(memory) - 6 }, "memory of an H200"),
@@ -70,7 +70,7 @@ function growth(data) {
 }
 
 function paging() {
-  options(byId("cache-page"), [4, 8, 16, 32].map((n) => [String(n), String(n)]), "16");
+  options(byId("cache-page"), ["4", "8", "16", "32"], "16");
   let lengths = [], tables = [];
 
   function clear() {

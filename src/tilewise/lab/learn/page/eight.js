@@ -58,7 +58,7 @@ export function eightPart({ fp8 }) {
     return svg(
       "svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": label },
       svg("text", { x: LEFT, y: 14 }, `errors of the scores, root mean square ${number(rms(errors))}`),
-      errors.map((row, i) => row.map((x, j) => cell(x, i, j))).flat(),
+      errors.map((row, i) => row.map((x, j) => cell(x, i, j))),
       svg("text", { x: LEFT - 6, y: ROOM + query * CELL + 13, "text-anchor": "end" }, `q${query}`),
       svg("rect", { x: LEFT - 1, y: ROOM + query * CELL - 1, width: width - LEFT, height: CELL + 1, fill: "none", stroke: "var(--accent)", "stroke-width": 2 }),
     );
@@ -145,7 +145,7 @@ export function eightPart({ fp8 }) {
   }
 
   for (const [name, id] of Object.entries(FIELDS)) byId(id).value = OWN[name];
-  options(byId("eight-inputs"), [["random", "random"], ["own", "my own"]], "random");
+  options(byId("eight-inputs"), ["random", ["own", "my own"]], "random");
   Object.assign(byId("eight-size"), { min: fp8.outliers[0], max: fp8.outliers.at(-1), value: 8 });
   byId("eight-query").addEventListener("input", (event) => ((query = Number(event.target.value)), draw()));
   byId("eight-size").addEventListener("input", update);

@@ -8,7 +8,7 @@ function fill(node, attributes, children) {
     if (name.startsWith("on")) node.addEventListener(name.slice(2), value);
     else node.setAttribute(name, value === true ? "" : value);
   }
-  node.append(...children.flat().filter((child) => child !== null && child !== undefined));
+  node.append(...children.flat(Infinity).filter((child) => child !== null && child !== undefined));
   return node;
 }
 
@@ -119,8 +119,10 @@ export function figure(place, draw) {
   return redraw;
 }
 
+// `entries`: what is chosen, which is what is shown, or [what is chosen, what is shown].
 export function options(select, entries, chosen) {
-  select.replaceChildren(...entries.map(([value, text]) => el("option", { value, selected: value === chosen }, text)));
+  const option = ([value, text]) => el("option", { value, selected: value === chosen }, text);
+  select.replaceChildren(...entries.map((entry) => option(Array.isArray(entry) ? entry : [entry, entry])));
 }
 
 // Buttons, slider and arrow keys that walk through steps 0..last; `show(position)` draws one. Starts them anew, at 1.

@@ -9,8 +9,8 @@ const LONGEST = 3000; // milliseconds that the slowest bar takes to fill
 
 export function memoryPart(data) {
   const { lengths, costs } = data.io;
-  options(byId("memory-machine"), data.machines.map((m) => [m.name, m.name]), "H200");
-  options(byId("memory-dim"), Object.keys(costs).map((d) => [d, d]), "128");
+  options(byId("memory-machine"), data.machines.map((m) => m.name), "H200");
+  options(byId("memory-dim"), Object.keys(costs), "128");
   const slider = byId("memory-length");
   slider.max = lengths.length - 1;
   slider.value = lengths.indexOf(4096);

@@ -1,14 +1,14 @@
 // Part 2: online softmax on a number line, and float32 with and without the maximum.
 
 import { attempt, byId, command, el, figure, number, options, ownCommand, say, stepper, svg, table } from "./elements.js";
-import { cut, parseMatrix, softmax32 } from "./arithmetic.js";
+import { forward, parseMatrix, softmax32, sum } from "./arithmetic.js";
 
 const HEIGHT = 222, LEFT = 40, BASE = 150, TALL = 95;
 
 export function onlinePart(examples) {
   let scores = [], states = [], position = 0;
   const byName = Object.fromEntries(examples.map((example) => [example.name, example]));
-  options(byId("online-example"), [...examples.map((x) => [x.name, x.name]), ["own", "my own"]], examples[0].name);
+  options(byId("online-example"), [...Object.keys(byName), ["own", "my own"]], examples[0].name);
   const drawLine = figure(byId("online-line"), (width) => picture(states[position], width));
   const restart = stepper(byId("online-stepper"), "Scores", draw);
 
@@ -57,16 +57,7 @@ export function onlinePart(examples) {
   const equalsBefore = (n) => scores.slice(0, n).filter((value) => value === scores[n]).length;
   const spread = (n) => equalsBefore(n) * 22;
 
-  function walk(values, block) {
-    const found = [{ seen: 0, m: -Infinity, l: 0, c: 0, sum: 0, tile: [] }];
-    for (const [start, end] of cut(values.length, block)) {
-      const old = found.at(-1), tile = values.slice(start, end);
-      const m = Math.max(old.m, ...tile);
-      const c = Math.exp(old.m - m), sum = tile.reduce((total, value) => total + Math.exp(value - m), 0);
-      found.push({ seen: end, m, c, sum, l: c * old.l + sum, tile });
-    }
-    return found;
-  }
+  const stateOf = ({ tile, s, p, m, l, correction }) => ({ seen: tile.cols[1], m: m[0], c: correction[0], sum: sum(p[0]), l: l[0], tile: s[0] });
 
   function float32() {
     const subtract = document.querySelector("input[name=shift]:checked").value === "with";
@@ -86,20 +77,21 @@ export function onlinePart(examples) {
   }
 
   function update() {
+    let own, settings;
     const read = () => {
       const parsed = parseMatrix(byId("online-scores").value, { maxCols: 16 });
       const block = Number(byId("online-block").value);
       if (parsed.length !== 1) throw new Error("must be one row");
       if (!Number.isInteger(block) || block < 1) throw new Error("need tiles of at least one key");
       scores = parsed[0];
-      states = walk(scores, block);
+      own = { query: [[1]], key: scores.map((x) => [x]), value: scores.map((_, n) => scores.map((_, m) => Number(m === n))) };
+      settings = { blockQ: 1, blockK: block, order: "fa2", scale: 1, causal: false };
+      states = [{ seen: 0, m: -Infinity, l: 0, tile: [] }, ...forward(own, settings).steps.map(stateOf)];
     };
     if (!attempt("online-error", read, (message) => `The scores: ${message}.`)) return;
     restart(states.length - 1);
     float32();
     const example = byName[byId("online-example").value];
-    const own = { query: [[1]], key: scores.map((x) => [x]), value: scores.map((_, n) => scores.map((_, m) => Number(m === n))) };
-    const settings = { blockQ: 1, blockK: Number(byId("online-block").value), order: "fa2", scale: 1, causal: false };
     command(byId("online-command"), example ? exampleCommand(example, settings) : ownCommand(own, settings));
   }
 

@@ -12,7 +12,7 @@ const KINDS = {
 export function pipelinePart(data) {
   const ids = { dim: "pipeline-dim", groups: "pipeline-groups", stages: "pipeline-stages" };
   const schedules = data.pipeline.schedules;
-  const values = (name) => [...new Set(schedules.map((schedule) => schedule[name]))].map((x) => [String(x), String(x)]);
+  const values = (name) => [...new Set(schedules.map((schedule) => String(schedule[name])))];
   options(byId(ids.dim), values("head_dim"), "128");
   options(byId(ids.groups), values("warpgroups"));
   options(byId(ids.stages), values("stages"));
@@ -56,14 +56,13 @@ export function pipelinePart(data) {
     const spans = shown.spans.map(([lane, kind, tile, start, end]) => ({ lane: data.pipeline.lanes[lane], kind: data.pipeline.kinds[kind], tile, start, end }));
     const lanes = lanesOf(shown), kernel = data.pipeline.kernel[shown.head_dim];
     const scale = (WIDTH - LABEL - 8) / Math.max(shown.cycles, kernel.cycles);
-    const y = (lane) => TOP + lanes.indexOf(lane) * (LANE + 4) + (lanes.indexOf(lane) > 0 ? GAP * Math.ceil(lanes.indexOf(lane) / 2) : 0);
+    const y = (lane) => TOP + lanes.indexOf(lane) * (LANE + 4) + GAP * Math.ceil(lanes.indexOf(lane) / 2);
     drawn = spans.map((span) => {
-      const isWait = span.kind === "wait";
+      const isWait = span.kind === "wait", show = () => choose(drawn.findIndex((one) => one.rect === rect), false);
       const rect = svg("rect", {
         x: LABEL + span.start * scale, y: y(laneOf(span)) + (isWait ? LANE * 0.38 : 0), width: Math.max(1, (span.end - span.start) * scale),
         height: isWait ? LANE * 0.24 : LANE, rx: 2, class: "span", fill: KINDS[span.kind][1],
-        onmouseenter: () => choose(drawn.findIndex((one) => one.rect === rect), false),
-        onclick: () => choose(drawn.findIndex((one) => one.rect === rect), false),
+        onmouseenter: show, onclick: show,
       });
       return { span, rect };
     }).sort((a, b) => a.span.start - b.span.start);
@@ -76,7 +75,7 @@ export function pipelinePart(data) {
       lanes.map((lane) => [
         svg("text", { x: 0, y: y(lane) + 17 }, lane.replace("warpgroup ", "WG ")),
         svg("line", { x1: LABEL, x2: WIDTH, y1: y(lane) + LANE / 2, y2: y(lane) + LANE / 2, class: "grid" }),
-      ]).flat(),
+      ]),
       waitsFirst.map(({ rect }) => rect),
       svg("line", { x1: end, x2: end, y1: TOP - 6, y2: height - 22, stroke: "var(--ink)", "stroke-width": 1.5 }),
       svg("text", { x: end, y: height - 6, "text-anchor": "end" }, `${count(Math.round(shown.cycles))} cycles`),

@@ -22,7 +22,7 @@ export function typedInputs(fields, limits) {
 
 export function walkInputs(examples, changed) {
   const byName = Object.fromEntries(examples.map((example) => [example.name, example]));
-  options(byId("tiles-example"), [...examples.map((x) => [x.name, x.name]), [OWN, "my own"]], examples[0].name);
+  options(byId("tiles-example"), [...Object.keys(byName), [OWN, "my own"]], examples[0].name);
 
   const write = (example) => {
     for (const [name, id] of Object.entries(FIELDS)) byId(id).value = example[name].map((row) => row.join(" ")).join("\n");
