@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from tilewise.cli import _app
 from tilewise.lab.bench.errors import BenchError
-from tilewise.lab.claims import models, orders, report, run
+from tilewise.lab.claims import attention, models, report, run
 from tilewise.lab.claims.claim import CLAIMS, Claim, Measured, Setting
 
 CPU = Setting("cpu")
@@ -178,7 +178,7 @@ def test_what_does_not_hold_has_a_reason():
 def test_both_orders_of_work_are_exact():
     q, k, v = (torch.randn(3, 300, 16, dtype=torch.double) for _ in range(3))
     exact = torch.softmax(q @ k.mT / 4, -1) @ v
-    for order in (orders.keys_outside, orders.queries_outside):
+    for order in (attention.keys_outside, attention.queries_outside):
         torch.testing.assert_close(order(q, k, v), exact, rtol=1e-12, atol=1e-12)
 
 

@@ -2,4 +2,4 @@
 
 # isort: off
 from tilewise.lab.claims import arithmetic, datasheets, worked  # noqa: F401 - counted
-from tilewise.lab.claims import attention, orders, models, long_range  # noqa: F401 - measured
+from tilewise.lab.claims import attention, models, long_range  # noqa: F401 - measured

@@ -17,7 +17,7 @@ from tilewise.lab.demo.methods import METHODS, TILEWISE
 from tilewise.lab.demo.scale import CPU, QUICK
 from tilewise.lab.demo.text import NoText, standard_library
 from tilewise.lab.demo.train import train
-from tilewise.lab.heads.picture import Heads
+from tilewise.lab.heads import Heads
 
 DEFAULT_OUT = Path("heads.png")
 ENDINGS = (".png", ".svg", ".pdf")
