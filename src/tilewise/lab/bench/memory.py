@@ -37,12 +37,7 @@ def method(device: str) -> str:
 
 
 def measure(case: Case, peer_name: str, data: Data) -> int:
-    """Bytes at the peak of a call beyond inputs, outputs and gradients.
-
-    Raises:
-        Refusal: the peer does not serve the case.
-        RuntimeError: the measuring process failed.
-    """
+    """Bytes at the peak of a call beyond inputs, outputs and gradients."""
     if data.device == "cuda":
         return _measure_cuda(case, peer_name, data)
     request = json.dumps(
@@ -94,11 +89,7 @@ def _measure_here(case: Case, peer_name: str, seed: int) -> int:
 
 
 def _reset_peak() -> int:
-    """Make the present resident size the peak, and return it.
-
-    Raises:
-        Refusal: the system cannot.
-    """
+    """Make the present resident size the peak, and return it."""
     try:
         Path("/proc/self/clear_refs").write_text("5")
         peak, present = _status("VmHWM"), _status("VmRSS")
@@ -116,7 +107,6 @@ def _status(field: str) -> int:
 
 
 def main(request: str) -> None:
-    """Measure as asked and print one line of JSON."""
     asked = json.loads(request)
     torch.set_num_threads(asked["threads"])
     answer: dict[str, Any] = {"bytes": None, "refused": None}

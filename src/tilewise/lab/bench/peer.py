@@ -28,8 +28,6 @@ from tilewise.lab.bench.inputs.options import CaseOption
 
 @dataclass(frozen=True)
 class Prepared:
-    """A case, ready to be timed."""
-
     call: Callable[[], Any]  # the timed region
     results: Callable[[], dict[str, Tensor]]  # one more call: canonical "out", and gradients if any
     context: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
@@ -37,8 +35,6 @@ class Prepared:
 
 
 class Peer(ABC):
-    """One implementation of attention."""
-
     name: str
     limit: float | None = None  # how far out may be off, of its norm; None: as the dtype says
 

@@ -53,11 +53,7 @@ def all_peers() -> dict[str, Peer]:
 
 
 def find_peers(names: Sequence[str]) -> list[Peer]:
-    """The peers of these names; "tilewise:NAME" is tilewise with that backend, "all" is every peer.
-
-    Raises:
-        BenchError: a name is unknown.
-    """
+    """The peers of these names; "tilewise:NAME" is tilewise with that backend, "all" is every peer."""
     usual, found = all_peers(), {}
     known = usual | eight_bit_peers() | _compared()
     for name in names:

@@ -138,11 +138,7 @@ def save(results: Results, path: Path) -> None:
 
 
 def load(path: Path | str) -> Results:
-    """Read a result file.
-
-    Raises:
-        BenchError: it is missing, not a result file, or of another schema version.
-    """
+    """Read a result file."""
     try:
         results = json.loads(Path(path).read_text())
     except OSError as error:
@@ -160,11 +156,7 @@ def load(path: Path | str) -> Results:
 
 
 def check_writable(path: Path) -> None:
-    """Find out before a long run that its results could not be written.
-
-    Raises:
-        BenchError: the folder does not exist or cannot be written to.
-    """
+    """Find out before a long run that its results could not be written."""
     folder = path.parent
     if path.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
         raise BenchError(f"--json {path}: must be a file in a folder that exists and can be written to")

@@ -94,11 +94,7 @@ def find_cases(settings: Settings) -> tuple[str, list[Case]]:
 
 
 def plan(settings: Settings) -> Plan:
-    """Check the settings and choose cases and peers.
-
-    Raises:
-        BenchError: as `find_cases`, or a peer is unknown.
-    """
+    """Check the settings and choose cases and peers."""
     suite = find_suite(settings.suite)
     peers = find_peers(settings.peers or suite.peers or ("all",))
     device, cases = find_cases(settings)

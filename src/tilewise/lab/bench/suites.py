@@ -213,11 +213,6 @@ SUITES = {
 
 
 def find_suite(name: str) -> Suite:
-    """The suite of that name.
-
-    Raises:
-        BenchError: there is none.
-    """
     if name not in SUITES:
         raise BenchError(f"suite {name!r} is unknown, must be one of {', '.join(SUITES)}")
     return SUITES[name]

@@ -99,7 +99,6 @@ def _training_step(
 
 
 def _training(build: Build, inputs: dict[str, Any], setting: Setting) -> tuple[float, str, Curves]:
-    """`faster` of steps of a model."""
     has_flash = setting.is_gpu and _transformers().utils.is_flash_attn_2_available()
     peers = ("flash_attention_2",) if has_flash else ()
     return faster(partial(_training_step, build, inputs, setting), *peers)

@@ -33,7 +33,6 @@ def figure(value: float, unit: str, digits: int = 4) -> str:
 
 
 def line(claim: Claim, row: dict[str, Any]) -> list[str]:
-    """The cells of one claim."""
     claimed = figure(claim.claimed, claim.unit, 6)
     if "refused" in row:
         return [claim.says, claim.source, claimed, "–", "–", "–", row["refused"]]

@@ -20,11 +20,7 @@ Results = dict[str, Any]
 
 
 def chosen(pattern: str | None, setting: Setting) -> list[Claim]:
-    """Claims whose name a regular expression finds, and that this device can show.
-
-    Raises:
-        BenchError: there is none, or it is no regular expression.
-    """
+    """Claims whose name a regular expression finds, and that this device can show."""
     try:
         found = [c for c in CLAIMS.values() if pattern is None or re.search(pattern, c.name)]
     except re.error as error:
@@ -36,7 +32,6 @@ def chosen(pattern: str | None, setting: Setting) -> list[Claim]:
 
 
 def training(name: str) -> Claim:
-    """Raises BenchError if no training has this name."""
     names = [c.name for c in CLAIMS.values() if c.is_training]
     if name not in names:
         raise BenchError(f"--train {name!r} must be one of {', '.join(names)}")
@@ -44,11 +39,6 @@ def training(name: str) -> Claim:
 
 
 def load(path: Path) -> Results:
-    """A file of `run`.
-
-    Raises:
-        BenchError: it cannot be read or is something else.
-    """
     try:
         found = json.loads(path.read_text())
     except (OSError, ValueError) as error:

@@ -41,7 +41,6 @@ HEADINGS = ("time", "memory", "error")
 
 
 def write(findings: Findings) -> str:
-    """The page's HTML."""
     drawn = plots.draw(findings)
     notes = {
         "loss": _paragraph(why_differences(findings.training)) + _paragraph(training_time(findings)),

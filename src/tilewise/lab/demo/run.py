@@ -24,11 +24,7 @@ from tilewise.lab.demo.train import train_both
 
 
 def run(out: Path, seed: int, quick: bool, device: torch.device, console: Console) -> bool:
-    """Do everything; True if all that was checked holds. `out` must exist.
-
-    Raises:
-        NoText: see `tilewise.lab.demo.text.standard_library`.
-    """
+    """Do everything; True if all that was checked holds. `out` must exist."""
     start = time.perf_counter()
     scale = scale_for(device, quick)
     text = standard_library()

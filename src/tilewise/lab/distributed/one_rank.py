@@ -119,7 +119,6 @@ def _one_rank(method: str, world: int) -> Prepare:
 
 
 def _captured(prepared: Prepared) -> Callable[[], object]:
-    """The replay of a graph of the call."""
     graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with prepared.context():

@@ -26,8 +26,6 @@ ONE = "one-device"
 
 
 class Group(NamedTuple):
-    """The ranks of a run."""
-
     rank: int
     world: int
     device: str  # type
@@ -69,7 +67,6 @@ def options_of(case: Case) -> dict[str, Any]:
 
 
 def check_heads(method: str, case: Case, world: int) -> None:
-    """Raises Refusal where ranks are too many for a case's heads."""
     if method == "ulysses" and case.num_heads % world:
         raise Refusal(f"has {case.num_heads} heads for {world} ranks")
 

@@ -155,11 +155,7 @@ class Point:
 
 
 def load_points(paths: Iterable[Path]) -> list[Point]:
-    """The points of result files of `tilewise bench`; memory cases have no time and are left out.
-
-    Raises:
-        BenchError: a file is no result file, or says nothing about its machine's limits.
-    """
+    """The points of result files of `tilewise bench`; memory cases have no time and are left out."""
     found = []
     for path in paths:
         found += points(results.load(path))
@@ -215,11 +211,7 @@ GREY = "#777777"
 
 
 def measured_over_predicted(points: Sequence[Point], path: Path) -> None:
-    """One mark a peer and case, both axes logarithmic; a file of the kind that the suffix says.
-
-    Raises:
-        BenchError: there are no points, or the file cannot be written.
-    """
+    """One mark a peer and case, both axes logarithmic; a file of the kind that the suffix says."""
     if not points:
         raise BenchError("no measured case to plot")
     title = f"Predicted against measured\n{', '.join(dict.fromkeys(p.device.name for p in points))}"
@@ -240,11 +232,7 @@ def measured_over_predicted(points: Sequence[Point], path: Path) -> None:
 
 
 def under_the_roof(costs: Sequence[Cost], machine: Machine, path: Path) -> None:
-    """FLOP/s over FLOPs a byte: the roof, and each algorithm at the speed that its binding resource allows.
-
-    Raises:
-        BenchError: the file cannot be written.
-    """
+    """FLOP/s over FLOPs a byte: the roof, and each algorithm at what its binding resource allows."""
     title = f"{machine.name}: balance {machine.device.balance:.0f} FLOP/byte"
     intensities = [memory_intensity(cost, machine) for cost in costs]
     with roof(

@@ -209,7 +209,6 @@ class Training:
         return 0.0 if self.settings.seconds is None else seconds / self.settings.seconds
 
     def _batches(self, split: str, first: int, last: int) -> DataLoader[Batch]:
-        """Batches number `first` to `last`, on the CPU."""
         examples = _Batches(self.settings, split, first, last)
         return DataLoader(examples, batch_size=None, num_workers=self.settings.workers)
 

@@ -56,7 +56,6 @@ def cells(mask_mod: Callable[..., Any], lengths: tuple[int, int], block: int, b:
 def draw_mask(
     mask_mod: Callable[..., Any], lengths: tuple[int, int], block: int, path: Path, b: int = 0, h: int = 0
 ) -> None:
-    """A picture of a mask function and its tiles."""
     from matplotlib.colors import ListedColormap
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch

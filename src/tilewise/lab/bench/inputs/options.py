@@ -101,21 +101,13 @@ class CaseOption:
         return {}
 
     def flash_attn(self) -> dict[str, Any]:
-        """Arguments of flash-attn 2, which has tilewise's names for them.
-
-        Raises:
-            Refusal: it has no such option.
-        """
+        """Arguments of flash-attn 2, which has tilewise's names for them."""
         if self.case.option in BIASES:
             raise Refusal("flash-attn takes no bias")
         return self.tilewise()
 
     def sdpa(self) -> dict[str, Any]:
-        """Arguments of PyTorch's function; a bias has the causal mask in it.
-
-        Raises:
-            Refusal: it has no such option.
-        """
+        """Arguments of PyTorch's function; a bias has the causal mask in it."""
         if self.case.option == "softcap":
             raise Refusal("PyTorch's function has no softcap")
         if self.case.option == "dropout":
@@ -131,11 +123,7 @@ class CaseOption:
         return lambda s, b, h, i, j: s * (1 + rows[i] * columns[j])
 
     def score_mod(self) -> Callable[..., Tensor] | None:
-        """FlexAttention's function.
-
-        Raises:
-            Refusal: it has no such option.
-        """
+        """FlexAttention's function."""
         match self.case.option:
             case "dropout":
                 raise Refusal("FlexAttention has no dropout")
