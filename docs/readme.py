@@ -18,6 +18,7 @@ from matplotlib.figure import Figure
 
 from tilewise.core.mask import TileKind, Visibility
 from tilewise.dispatch import capability
+from tilewise.lab import mask
 from tilewise.lab.bench import plot, report, results
 from tilewise.lab.bench.cases import SHORT_DTYPES
 from tilewise.lab.claims import report as claims_report
@@ -25,7 +26,6 @@ from tilewise.lab.claims.claim import CLAIMS
 from tilewise.lab.distributed import plan
 from tilewise.lab.figures import save
 from tilewise.lab.learn import roofline
-from tilewise.lab.mask import picture
 
 ROOT = Path(__file__).parents[1]
 API = ROOT / "docs" / "api.md"
@@ -293,7 +293,7 @@ def draw_claims(folder: Path) -> None:
 
 def draw_score(score_mod: Callable[..., Any], length: int, path: Path, h: int = 0) -> None:
     """What a score function adds to a score of 0 at each query and key; a curve where these don't matter."""
-    figure = Figure(figsize=picture.FIGURE)
+    figure = Figure(figsize=mask.FIGURE)
     axes = figure.subplots()
     i, j = torch.arange(length)[:, None], torch.arange(length)[None]
     zero, head = torch.zeros((), dtype=torch.long), torch.tensor(h)
@@ -302,7 +302,7 @@ def draw_score(score_mod: Callable[..., Any], length: int, path: Path, h: int = 
         scores = torch.linspace(-80, 80, 161)
         curve = score_mod(scores, zero, head, zero, zero).expand(161)
     if bool((added == added[0, 0]).all()):
-        axes.plot(scores.numpy(), curve.numpy(), color=picture.COLOURS["full"])
+        axes.plot(scores.numpy(), curve.numpy(), color=mask.COLOURS["full"])
         axes.plot(scores.numpy(), scores.numpy(), color="#999999", linewidth=0.8, linestyle=":")
         axes.set(xlabel="score", ylabel="new score", aspect="equal", ylim=(-80, 80))
     else:
@@ -324,7 +324,7 @@ def draw_recipes(folder: Path) -> None:
     for code in re.findall(r"^```python\n(.*?)^```", FUNCTIONS.read_text(), re.MULTILINE | re.DOTALL):
         exec(compile(code, str(FUNCTIONS), "exec"), scope)
     for name in MASKS_OF_GUIDE:
-        picture.draw_mask(scope[name], (256, 256), 16, folder / f"{name.replace('_', '-')}.svg")
+        mask.draw_mask(scope[name], (256, 256), 16, folder / f"{name.replace('_', '-')}.svg")
     for name in SCORES_OF_GUIDE:
         draw_score(scope[name], 256, folder / f"{name}.svg", h=1)
 

@@ -11,8 +11,8 @@ import torch
 from typer.testing import CliRunner
 
 from tilewise.cli import _app
-from tilewise.lab.mask import picture
-from tilewise.lab.mask.command import as_text, read
+from tilewise.lab import mask
+from tilewise.lab.mask import as_text, read
 
 DOCS = Path(__file__).parents[1] / "docs"
 
@@ -29,16 +29,16 @@ def banded(b, h, i, j):
 @pytest.mark.parametrize(("lengths", "block"), [((60, 45), 8), ((600, 700), 64)], ids=str)
 def test_cells_say_what_the_function_says(lengths, block):
     """Element by element, or, where a cell is several, whether one of them is visible."""
-    found = picture.cells(banded, lengths, block, 1, 2)
+    found = mask.cells(banded, lengths, block, 1, 2)
     i, j = torch.arange(lengths[0])[:, None], torch.arange(lengths[1])
     visible = banded(1, 2, i, j)
-    step = -(-max(lengths) // picture.CELLS)
-    names = list(picture.COLOURS)
+    step = -(-max(lengths) // mask.CELLS)
+    names = list(mask.COLOURS)
     shown = (found == names.index("visible")) | (found == names.index("full"))
     padded = torch.nn.functional.pad(visible, (0, -lengths[1] % step, 0, -lengths[0] % step))
     cells = padded.unflatten(1, (-1, step)).unflatten(0, (-1, step)).any(3).any(1)
     assert torch.equal(shown, cells)
-    tiles = picture.kinds_of(banded, lengths, block, 1, 2)
+    tiles = mask.kinds_of(banded, lengths, block, 1, 2)
     for r, row in enumerate(tiles.tolist()):
         for c, kind in enumerate(row):
             tile = visible[block * r : block * r + block, block * c : block * c + block]
@@ -55,7 +55,7 @@ def test_on_the_terminal(tmp_path):
     )
     code, output = run(f"{file}:near", "--seqlen", "64", "--h", "1", "--plot", str(drawn))
     assert code == 0 and f"drawn: {drawn}" in output and drawn.read_text().startswith("<?xml")
-    assert as_text(picture.kinds_of(read(f"{file}:near"), (64, 64), 4, 0, 1)) in output
+    assert as_text(mask.kinds_of(read(f"{file}:near"), (64, 64), 4, 0, 1)) in output
 
 
 def test_a_function_of_other_arguments(tmp_path):

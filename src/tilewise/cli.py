@@ -62,7 +62,7 @@ def _app():  # type: ignore[no-untyped-def]
     from tilewise.lab.heads.command import heads
     from tilewise.lab.learn.command import fp8, learn, pipeline, trace
     from tilewise.lab.learn.cost_commands import io, kv_memory_command, roofline_command
-    from tilewise.lab.mask.command import mask
+    from tilewise.lab.mask import mask
     from tilewise.lab.tune import tune
     from tilewise.lab.warmup import warmup
 
