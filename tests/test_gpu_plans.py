@@ -74,7 +74,7 @@ class Recorder:
 
 
 class Bound:
-    """Stands for `launcher.BoundKernel`."""
+    """Stands for `CLaunch`."""
 
     def __init__(self, recorder, kernel, grid):
         self.recorder, self.kernel, self.grid = recorder, kernel, grid

@@ -33,7 +33,7 @@ class Recorder:
 
 
 class Bound:
-    """Stands for `launcher.BoundKernel`."""
+    """Stands for `CLaunch`."""
 
     def __init__(self, recorder, grid):
         self.recorder, self.grid = recorder, grid

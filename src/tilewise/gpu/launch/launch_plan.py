@@ -40,7 +40,7 @@ from tilewise.gpu.launch.plan import (
 )
 
 if TYPE_CHECKING:
-    from tilewise.gpu.launch.launcher import BoundKernel
+    from tilewise.gpu.launch.triton_private import CLaunch
 
 MAX_PLANS = 4096
 SCRATCH_ALIGNMENT = 512  # bytes: where PyTorch's allocator would let a tensor start
@@ -231,11 +231,11 @@ def _use_kernel_folder() -> None:
     triton_key.keep(folder)
 
 
-def bind(compiled: Any, grid: tuple[int, int, int]) -> BoundKernel | None:
-    """See `tilewise.gpu.launch.launcher`, which imports triton."""
-    from tilewise.gpu.launch import launcher
+def bind(compiled: Any, grid: tuple[int, int, int]) -> CLaunch | None:
+    """A compiled kernel with what launches it; None if only Triton can."""
+    from tilewise.gpu.launch.triton_private import c_launch
 
-    return launcher.bind(compiled, grid)
+    return c_launch(compiled, grid)
 
 
 _plans: dict[Any, LaunchPlan] = {}

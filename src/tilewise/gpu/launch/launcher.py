@@ -1,9 +1,4 @@
-"""How compiled kernels are launched, and compiled without a launch.
-
-What Triton does anew in every call is done once here. Its own launch prepares what profilers are told and
-encodes every TMA descriptor, which takes several times as long as the launch itself. Below all that is one C
-function, which `triton_private` finds.
-"""
+"""How kernels are compiled without a launch."""
 
 from __future__ import annotations
 
@@ -11,45 +6,12 @@ import contextlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import ContextVar
-from functools import partial
-from operator import attrgetter
 from typing import Any
 
-from triton import AsyncCompileMode, FutureKernel, knobs
+from triton import AsyncCompileMode, FutureKernel
 
 from tilewise.core.signature import Gpu, standing_in
-from tilewise.gpu.launch.triton_private import (
-    CLaunch,
-    active_mode,
-    c_launch,
-    forget_failed,
-    make_launcher,
-    target,
-)
-
-
-class BoundKernel:
-    """A compiled kernel and its grid, with the C function that launches it.
-
-    Attributes:
-        start, rest, takes_list, current_stream, encode: see `CLaunch`. Of the kernel's arguments pointers are
-            integers or None; a TMA descriptor is the items that `encode` returns.
-        hooks: gives the two functions by which profilers are told of launches, or their lists in `calls`.
-    """
-
-    def __init__(self, launch: CLaunch) -> None:
-        self.start, self.rest, self.takes_list, self.current_stream, self.encode = launch
-        self.hooks = partial(attrgetter("launch_enter_hook", "launch_exit_hook"), knobs.runtime)
-
-
-def bind(compiled: Any, grid: tuple[int, int, int]) -> BoundKernel | None:
-    """The kernel, bound to what launches it; None if only Triton can."""
-    launch = c_launch(compiled, grid)
-    return None if launch is None else BoundKernel(launch)
-
-
-# ---- compiling without a launch
-
+from tilewise.gpu.launch.triton_private import active_mode, forget_failed, make_launcher, target
 
 _asked: ContextVar[list[tuple[Any, Any]] | None] = ContextVar("asked", default=None)
 

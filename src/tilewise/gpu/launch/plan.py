@@ -24,7 +24,7 @@ from tilewise.core.signature import Request, Signature, contiguous_strides, stan
 from tilewise.core.torch_private import raw_stream
 
 if TYPE_CHECKING:
-    from tilewise.gpu.launch.launcher import BoundKernel
+    from tilewise.gpu.launch.triton_private import CLaunch
 
 META = torch.device("meta")
 MAX_CALLS = 128  # whose arguments are kept: more than most models have layers
@@ -263,9 +263,7 @@ class LaunchPlan:
         current_stream: of a device by its number, as `start` takes it.
     """
 
-    def __init__(
-        self, bound: BoundKernel, arguments: Sequence[Any], tensors: Sequence[Tensor | None]
-    ) -> None:
+    def __init__(self, bound: CLaunch, arguments: Sequence[Any], tensors: Sequence[Tensor | None]) -> None:
         """`arguments`: in the order of the kernel, of tensors of these or of the library's own."""
         self.device: int = tensors[0].get_device()  # type: ignore[union-attr]
         self.start, self.current_stream, self._hooks = bound.start, bound.current_stream, bound.hooks

@@ -13,10 +13,11 @@ import importlib
 import inspect
 from collections.abc import Callable, Iterator
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from triton import FutureKernel
+from triton import FutureKernel, knobs
 
 
 def _found(module: str, name: str = "") -> Any:
@@ -42,6 +43,8 @@ class CLaunch(NamedTuple):
     """The C function below Triton's launch of a kernel, on a grid.
 
     It takes a stream of the current device, `rest`, and the kernel's arguments, as one list if `takes_list`.
+    Of these pointers are integers or None; a TMA descriptor is the items that `encode` returns. Triton's own
+    launch prepares what profilers are told and encodes every descriptor: several times as long as the rest.
     """
 
     start: Callable[..., None]
@@ -49,6 +52,8 @@ class CLaunch(NamedTuple):
     takes_list: bool
     current_stream: Callable[[int], int]  # of a device by its number
     encode: Callable[[int, Any], list[Any]]  # descriptor number n: what was encoded, then shape and strides
+    # gives the two functions by which profilers are told of launches, or their lists in `calls`
+    hooks: Callable[[], Any] = partial(attrgetter("launch_enter_hook", "launch_exit_hook"), knobs.runtime)
 
 
 def c_launch(compiled: Any, grid: tuple[int, int, int]) -> CLaunch | None:
@@ -69,14 +74,16 @@ def _c_launch(compiled: Any, grid: tuple[int, int, int]) -> CLaunch | None:
         return None
     no_scratch, no_hooks = (None, None), (None, None, None)
     rest: tuple[Any, ...]
+    is_shared = hasattr(_driver.active.utils, "launch")  # since 3.7: one C function for all kernels
     options = (compiled.function, launcher.launch_cooperative_grid, launcher.launch_pdl)
-    utils, current_stream = _driver.active.utils, _driver.active.get_current_stream
-    if hasattr(utils, "launch"):  # since 3.7: one C function for all kernels
-        launch, kinds = utils.launch, (launcher.arg_annotations, launcher.kernel_signature)
+    if is_shared:
+        launch, kinds = _driver.active.utils.launch, (launcher.arg_annotations, launcher.kernel_signature)
         rest = (*options, compiled.packed_metadata, *no_hooks, *no_scratch, *kinds)
-        return CLaunch(partial(launch, *grid), rest, True, current_stream, _encoder(compiled))
-    launch, rest = _unwrapped(launcher.launch), (*options, *no_scratch, compiled.packed_metadata, *no_hooks)
-    return CLaunch(partial(launch, *grid), rest, False, current_stream, _encoder(compiled))
+    else:
+        launch = _unwrapped(launcher.launch)
+        rest = (*options, *no_scratch, compiled.packed_metadata, *no_hooks)
+    current_stream = _driver.active.get_current_stream
+    return CLaunch(partial(launch, *grid), rest, is_shared, current_stream, _encoder(compiled))
 
 
 def _unwrapped(launch: Any) -> Any:
