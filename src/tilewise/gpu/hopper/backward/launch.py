@@ -301,13 +301,11 @@ def main_launch(
         Splits(division.border, division.unit, key_sums),
         TransposedMap(mask_lists, mask_bits, *mask_strides),
         host.extras(problem, *extras),
-        cfg,
     )
-    most = division.work_tiles
+    work_tiles = division.work_tiles
     if is_packed:
-        most = host.most_tiles(problem, key.shape[0], cfg.BLOCK_N) * sizes.num_bh
-    programs = min(host.num_sms(query.device.index), most)
-    return Launch(attn_bwd_kernel, programs, arguments, num_warps=4, maxnreg=cfg.maxnreg, launch_pdl=True)
+        work_tiles = host.most_tiles(problem, key.shape[0], cfg.BLOCK_N) * sizes.num_bh
+    return host.persistent(attn_bwd_kernel, query.device, work_tiles, arguments, cfg)
 
 
 def kernel_sizes(problem: AttentionProblem, rows: int, num_tiles: int, cfg: Config) -> BackwardSizes:

@@ -121,11 +121,9 @@ def keys_launch(problem: AttentionProblem, tensors: Tensors, cfg: WideBackwardCo
         *(Packing(cu_q, cu_k, *ordered), counter),
         sizes,
         score_factors(problem),
-        cfg,
     )
-    most = host.most_tiles(problem, key.shape[-3], cfg.BLOCK_N)
-    programs = min(host.num_sms(query.device.index), most * sizes.num_bh)
-    return Launch(kernel, programs, arguments, num_warps=4, maxnreg=cfg.maxnreg, launch_pdl=True)
+    work_tiles = host.most_tiles(problem, key.shape[-3], cfg.BLOCK_N) * sizes.num_bh
+    return host.persistent(kernel, query.device, work_tiles, arguments, cfg)
 
 
 def queries_launch(problem: AttentionProblem, tensors: Tensors, cfg: WideBackwardConfig) -> Launch:
@@ -141,8 +139,6 @@ def queries_launch(problem: AttentionProblem, tensors: Tensors, cfg: WideBackwar
         t if t is dq and cfg.WIDE_COLUMNS else host.descriptor(t, tile, is_packed) for t, tile in tiles
     )
     packing = Packing(cu_q, cu_k, *ordered)
-    arguments = (*descriptors, stats, packing, counter, sizes, score_factors(problem), cfg)
-    most = host.most_tiles(problem, query.shape[-3], QUERIES)
-    programs = min(host.num_sms(query.device.index), most * sizes.num_bh * problem.group_size)
-    kernel = attn_bwd_wide_queries_kernel
-    return Launch(kernel, programs, arguments, num_warps=4, maxnreg=cfg.maxnreg, launch_pdl=True)
+    arguments = (*descriptors, stats, packing, counter, sizes, score_factors(problem))
+    work_tiles = host.most_tiles(problem, query.shape[-3], QUERIES) * sizes.num_bh * problem.group_size
+    return host.persistent(attn_bwd_wide_queries_kernel, query.device, work_tiles, arguments, cfg)

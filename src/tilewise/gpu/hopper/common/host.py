@@ -14,7 +14,7 @@ from tilewise.core.device_errors import error_flags
 from tilewise.core.dropout import rate, threshold
 from tilewise.core.problem import AttentionProblem, Inputs
 from tilewise.gpu.functions.captured import Captured
-from tilewise.gpu.hopper.common.arguments import Extras, Factors, QueriesConfig, Sizes
+from tilewise.gpu.hopper.common.arguments import Extras, Factors, KernelConfig, QueriesConfig, Sizes
 from tilewise.gpu.hopper.common.functions import captured_of, compiled_functions, inlines_mask
 from tilewise.gpu.launch.gpus import gpu_of
 from tilewise.gpu.launch.launch_plan import Launch, Step, Tensors, run, run_steps
@@ -202,6 +202,22 @@ def window_size(problem: AttentionProblem) -> int:
 def most_tiles(problem: AttentionProblem, rows: int, block: int) -> int:
     """Tiles of a head; `rows` of its tensor, which packed are all sequences': each may add one, or less."""
     return rows // block + problem.batch if problem.is_packed else -(-rows // block)
+
+
+def persistent(
+    kernel: Any,
+    device: torch.device,
+    work_tiles: int,
+    arguments: tuple[Any, ...],
+    cfg: KernelConfig,
+    is_early: bool = True,
+) -> Launch:
+    """A launch of programs that take all work tiles, of which at most so many do; cfg comes last.
+
+    is_early: before the kernel before it has ended, for which it waits by itself.
+    """
+    programs = min(num_sms(device.index) * cfg.CTAS_PER_SM, work_tiles)
+    return Launch(kernel, programs, (*arguments, cfg), num_warps=4, maxnreg=cfg.maxnreg, launch_pdl=is_early)
 
 
 def work_sizes(problem: AttentionProblem, cfg: QueriesConfig, rows: int, key_bytes: int) -> Sizes:

@@ -163,13 +163,10 @@ def forward_launch(
         host.factors(problem),
         MaskMap(tiles, bits, *mask_strides),
         host.extras(problem, *extras),
-        cfg,
     )
     most = host.most_tiles(problem, query.shape[-3], cfg.BLOCK_M // cfg.PACK)
     bh = sizes.num_bh * (problem.batch if cfg.IS_CACHED and not problem.is_packed else 1)
-    programs = min(host.num_sms(query.device.index) * cfg.CTAS_PER_SM, most * bh)
-    is_early = cfg.HAS_MAX_LOGIT
-    return Launch(attn_fwd_kernel, programs, arguments, 4, maxnreg=cfg.maxnreg, launch_pdl=is_early)
+    return host.persistent(attn_fwd_kernel, query.device, most * bh, arguments, cfg, cfg.HAS_MAX_LOGIT)
 
 
 @functools.lru_cache(maxsize=4096)

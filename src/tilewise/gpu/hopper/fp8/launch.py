@@ -119,11 +119,10 @@ def _forward_launch(problem: AttentionProblem, tensors: Tensors, cfg: FP8Config,
         Scales(q_scale, k_scale, v_scale, q.shape[1], k.shape[1]),
         sizes,
         host.factors(problem),
-        cfg,
     )
     most = host.most_tiles(problem, rows if problem.is_packed else problem.seqlen_q, cfg.BLOCK_M)
-    programs = min(host.num_sms(out.device.index), most * sizes.num_bh)
-    return Launch(attn_fwd_fp8_kernel, programs, arguments, num_warps=4, maxnreg=cfg.maxnreg)
+    work_tiles = most * sizes.num_bh
+    return host.persistent(attn_fwd_fp8_kernel, out.device, work_tiles, arguments, cfg, is_early=False)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -140,13 +140,9 @@ def sums_launch(problem: AttentionProblem, tensors: Tensors, cfg: StatisticsConf
         *(lse, residual, columns, blocks, Packing(cu_q, cu_k, order, first_tile), counter),
         sizes,
         factors._replace(scale=problem.softcap or problem.scale),
-        cfg,
     )
-    most = host.most_tiles(problem, key.shape[-3], cfg.BLOCK_N)
-    programs = min(host.num_sms(query.device.index), most * num_bh)
-    return Launch(
-        attn_weight_sums_kernel, programs, arguments, num_warps=4, maxnreg=cfg.maxnreg, launch_pdl=True
-    )
+    work_tiles = host.most_tiles(problem, key.shape[-3], cfg.BLOCK_N) * num_bh
+    return host.persistent(attn_weight_sums_kernel, query.device, work_tiles, arguments, cfg)
 
 
 def candidates_launch(
@@ -165,13 +161,10 @@ def candidates_launch(
         *(lists, held, Packing(cu_q, cu_k, order, first_tile), counter),
         _sizes(problem, query, key, num_tiles, swizzle * problem.group_size),
         host.factors(problem),
-        *(count, list_size, cfg),
+        *(count, list_size),
     )
-    most = host.most_tiles(problem, query.shape[-3], cfg.BLOCK_M)
-    programs = min(host.num_sms(query.device.index), most * num_bh)
-    return Launch(
-        attn_candidates_kernel, programs, arguments, num_warps=4, maxnreg=cfg.maxnreg, launch_pdl=True
-    )
+    work_tiles = host.most_tiles(problem, query.shape[-3], cfg.BLOCK_M) * num_bh
+    return host.persistent(attn_candidates_kernel, query.device, work_tiles, arguments, cfg)
 
 
 def select_launch(problem: AttentionProblem, tensors: Tensors, count: int, list_size: int) -> Launch:
