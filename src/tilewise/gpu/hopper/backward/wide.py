@@ -41,8 +41,8 @@ from tilewise.gpu.hopper.common.layouts import accumulator_layout, operand_layou
 from tilewise.gpu.hopper.common.products import (
     accumulate_chunks,
     await_chunks,
+    awaited_product,
     product,
-    product_of_chunks,
     scaled,
     zero_chunks,
 )
@@ -123,10 +123,11 @@ def weight_role(dv_desc, ch, sizes, factors, cfg: gl.constexpr):
         tile = tiles.begin
         dv = gl.full([64, cfg.BLOCK_DV], 0.0, gl.float32, accumulator_layout(cfg.BLOCK_DV))
         ch.k.wait(work_use)
-        s = warpgroup_mma_wait(0, deps=(start_s(work_use, use, ch, cfg),))
+        s = awaited_product(ch.k, work_use, ch.q, use, cfg.BLOCK_M, cfg)  # S^T = K Q^T [64, BLOCK_M]
+        s = warpgroup_mma_wait(0, deps=(s,))
         p = stage_weight(s, tile, tiles, use, work, ch, sizes, factors, dtype, cfg)
         for _ in range(1, tiles.count() * sizes.group_size):
-            s = start_s(work_use, use + 1, ch, cfg)
+            s = awaited_product(ch.k, work_use, ch.q, use + 1, cfg.BLOCK_M, cfg)
             dv = start_dv(p, dv, use, ch, cfg)
             s = warpgroup_mma_wait(1, deps=(s,))  # P^T dO may still run
             tile += 1
@@ -146,13 +147,6 @@ def weight_role(dv_desc, ch, sizes, factors, cfg: gl.constexpr):
         ch.k.release(work_use)
         work_use += 1
         work, _ = receive(ch.work, work_use)
-
-
-@gluon.jit
-def start_s(work_use, use, ch, cfg: gl.constexpr):
-    """Start S^T = K Q^T [64, BLOCK_M] of a query tile, once it has arrived."""
-    ch.q.wait(use)
-    return product_of_chunks(ch.k, work_use, ch.q, use, cfg.BLOCK_M, cfg)
 
 
 @gluon.jit

@@ -28,6 +28,13 @@ def product_of_chunks(a, use_a, b, use_b, COLUMNS: gl.constexpr, cfg: gl.constex
 
 
 @gluon.jit
+def awaited_product(a, use_a, b, use_b, COLUMNS: gl.constexpr, cfg: gl.constexpr):
+    """`product_of_chunks`, once the tile of b has arrived."""
+    b.wait(use_b)
+    return product_of_chunks(a, use_a, b, use_b, COLUMNS, cfg)
+
+
+@gluon.jit
 def zero_chunks(cfg: gl.constexpr):
     """Accumulators of 64 rows, one for each chunk of the head."""
     CHUNKS: gl.constexpr = cfg.D_CHUNKS

@@ -34,7 +34,7 @@ from tilewise.gpu.hopper.common.dropout import load_seed
 from tilewise.gpu.hopper.common.guards import WRONG_START, page_poison, reported_length
 from tilewise.gpu.hopper.common.key_loads import make_key_ring
 from tilewise.gpu.hopper.common.layouts import accumulator_layout, partial_layout, row_layout
-from tilewise.gpu.hopper.common.products import product_of_chunks, rescaled
+from tilewise.gpu.hopper.common.products import awaited_product, rescaled
 from tilewise.gpu.hopper.common.ranges import MANY_TILES, key_tiles, unvisited
 from tilewise.gpu.hopper.common.scheduler import make_work_ring, peek
 from tilewise.gpu.hopper.forward.epilogue import failures, store_rows
@@ -50,13 +50,6 @@ from tilewise.gpu.hopper.forward.scores import (
 from tilewise.gpu.hopper.forward.watched import nothing_watched
 from tilewise.gpu.hopper.mask.visits import entry_at, load_bits, tile_of, visits_of
 from tilewise.gpu.launch.entry import entry
-
-
-@gluon.jit
-def scores(q_ring, q_use, k_ring, use, cfg: gl.constexpr):
-    """Start S = Q K^T on the tensor cores, once the use's K has arrived."""
-    k_ring.wait(use)
-    return product_of_chunks(q_ring, q_use, k_ring, use, cfg.BLOCK_N, cfg)  # [64, BLOCK_N]
 
 
 @gluon.jit
@@ -124,7 +117,8 @@ def mma_role(
         j = tile_of(entry, left, tiles, cfg)
         kept = surviving(j, row, work, seed, extras, sizes, cfg)
         bias = bias_of(j, row, work, extras, cfg)
-        s = warpgroup_mma_wait(0, deps=(scores(rings.q, q_use, rings.k, use, cfg),))
+        s = awaited_product(rings.q, q_use, rings.k, use, cfg.BLOCK_N, cfg)  # S = Q K^T [64, BLOCK_N]
+        s = warpgroup_mma_wait(0, deps=(s,))
         rings.k.release(use)
         if HAS_SPARE_SLOT and work_use > 0:
             wait_for_stores(0)  # the previous tile's O has left shared memory
@@ -156,7 +150,7 @@ def mma_role(
             if cfg.DRAWS_EARLY:
                 kept = surviving(j, row, work, seed, extras, sizes, cfg)
             if cfg.IS_OVERLAPPED:
-                s = scores(rings.q, q_use, rings.k, use + 1, cfg)  # [64, BLOCK_N]
+                s = awaited_product(rings.q, q_use, rings.k, use + 1, cfg.BLOCK_N, cfg)
                 acc = accumulate(p, rings.v, use, acc, cfg)  # [64, BLOCK_DV]
                 if not cfg.DRAWS_EARLY:
                     kept = surviving(j, row, work, seed, extras, sizes, cfg)
@@ -164,7 +158,7 @@ def mma_role(
             else:
                 acc = warpgroup_mma_wait(0, deps=(accumulate(p, rings.v, use, acc, cfg),))
                 rings.v.release(use)
-                s = scores(rings.q, q_use, rings.k, use + 1, cfg)
+                s = awaited_product(rings.q, q_use, rings.k, use + 1, cfg.BLOCK_N, cfg)
                 kept = surviving(j, row, work, seed, extras, sizes, cfg)
                 s = warpgroup_mma_wait(0, deps=(s,))
             rings.k.release(use + 1)

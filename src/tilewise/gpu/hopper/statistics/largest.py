@@ -26,7 +26,7 @@ from tilewise.gpu.hopper.common.compat import (
 )
 from tilewise.gpu.hopper.common.key_loads import coords
 from tilewise.gpu.hopper.common.layouts import accumulator_layout, along, pair_layout
-from tilewise.gpu.hopper.common.products import product_of_chunks
+from tilewise.gpu.hopper.common.products import awaited_product
 from tilewise.gpu.hopper.common.ranges import hide, key_tiles
 from tilewise.gpu.hopper.common.scheduler import (
     count_work_tiles,
@@ -79,13 +79,6 @@ def load_role(q_desc, k_desc, counter, rings, sizes, packing, cfg: gl.constexpr)
         index = next_work(fetch_add(counter))
         work_use += 1
     send_end(rings.work, work_use, index, counter)
-
-
-@gluon.jit
-def products(q_use, use, rings, cfg: gl.constexpr):
-    """Start S = Q K^T [64, BLOCK_N] of a tile of keys, once it has arrived."""
-    rings.k.wait(use)
-    return product_of_chunks(rings.q, q_use, rings.k, use, cfg.BLOCK_N, cfg)
 
 
 @gluon.jit
@@ -191,7 +184,8 @@ def largest_role(
         best = gl.full([64, cfg.BLOCK_N], float("-inf"), gl.float32, accumulator_layout(cfg.BLOCK_N))
         use = skip(rings.k, use, own.begin - tiles.begin)
         for tile in range(own.begin, own.end):
-            s = warpgroup_mma_wait(0, deps=(products(q_use, use, rings, cfg),))
+            s = awaited_product(rings.q, q_use, rings.k, use, cfg.BLOCK_N, cfg)  # [64, BLOCK_N]
+            s = warpgroup_mma_wait(0, deps=(s,))
             rings.k.release(use)
             best = gl.maximum(best, visible(s, tile, row, own, work, sizes, factors, cfg))
             use += 1
@@ -206,7 +200,8 @@ def largest_role(
         held = gl.where(exists, 0, list_size)  # of queries that do not exist: full
         use = skip(rings.k, use, tiles.end - own.end + own.begin - tiles.begin)
         for tile in range(own.begin, own.end):
-            s = warpgroup_mma_wait(0, deps=(products(q_use, use, rings, cfg),))
+            s = awaited_product(rings.q, q_use, rings.k, use, cfg.BLOCK_N, cfg)  # [64, BLOCK_N]
+            s = warpgroup_mma_wait(0, deps=(s,))
             rings.k.release(use)
             s = visible(s, tile, row, own, work, sizes, factors, cfg)
             held = collect(s, bound, held, tile, starts, list_size, cfg)

@@ -24,7 +24,7 @@ from tilewise.gpu.hopper.common.compat import (
 )
 from tilewise.gpu.hopper.common.key_loads import coords
 from tilewise.gpu.hopper.common.layouts import accumulator_layout, partial_layout
-from tilewise.gpu.hopper.common.products import product_of_chunks
+from tilewise.gpu.hopper.common.products import awaited_product
 from tilewise.gpu.hopper.common.scheduler import (
     count_work_tiles,
     fetch_add,
@@ -73,13 +73,6 @@ def load_role(q_desc, k_desc, counter, rings, sizes, packing, cfg: gl.constexpr)
         index = next_work(fetch_add(counter))
         work_use += 1
     send_end(rings.work, work_use, index, counter)
-
-
-@gluon.jit
-def scores(k_use, use, rings, cfg: gl.constexpr):
-    """Start S^T = K Q^T [64, BLOCK_M] of a tile of queries, once it has arrived."""
-    rings.q.wait(use)
-    return product_of_chunks(rings.k, k_use, rings.q, use, cfg.BLOCK_M, cfg)
 
 
 @gluon.jit
@@ -137,7 +130,7 @@ def sum_role(
         lse = load_lse(own.begin, first, work, lse_ptr, residual_ptr, cfg)
         for tile in range(own.begin, own.end):
             rings.lse.index(2 * W + use % 2).store(lse)
-            s = scores(k_use, use, rings, cfg)
+            s = awaited_product(rings.k, k_use, rings.q, use, cfg.BLOCK_M, cfg)  # S^T [64, BLOCK_M]
             lse = load_lse(tile + 1, first, work, lse_ptr, residual_ptr, cfg)
             s = warpgroup_mma_wait(0, deps=(s,))
             rings.q.release(use)
