@@ -1,6 +1,7 @@
 """Which tile of keys is next, which query tiles it visits, what they see: `core.mask`, transposed."""
 
 from tilewise.gpu.hopper.common.compat import aggregate, gl, gluon, unhoisted
+from tilewise.gpu.hopper.common.layouts import along
 from tilewise.gpu.hopper.common.scheduler import l2_swizzled, locate_tile
 
 
@@ -142,10 +143,10 @@ def mask_transposed(x, tile, key, work, sizes, cfg: gl.constexpr):
     """
     y = x.reshape([x.shape[0], x.shape[1] // 8, 8])
     layout: gl.constexpr = y.type.layout
-    keys = unhoisted(key + gl.arange(0, x.shape[0], gl.SliceLayout(1, gl.SliceLayout(2, layout))))
+    keys = unhoisted(key + gl.arange(0, x.shape[0], along(0, layout, 3)))
     first = tile * cfg.BLOCK_M + work.seqlen_k - work.seqlen_q  # position of the first query
-    columns = first + gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(1, layout)))
-    eights = 8 * gl.arange(0, x.shape[1] // 8, gl.SliceLayout(0, gl.SliceLayout(2, layout)))[None, :, None]
+    columns = first + gl.arange(0, 8, along(2, layout, 3))
+    eights = 8 * gl.arange(0, x.shape[1] // 8, along(1, layout, 3))[None, :, None]
     ahead = keys[:, None, None] - columns[None, None, :]  # of the query, but for its eight
     least = 0 * ahead
     if cfg.HAS_RIGHT:

@@ -1,6 +1,7 @@
 """Which key tiles a tile of queries visits, and which scores are visible: `tilewise.core.mask` on the GPU."""
 
 from tilewise.gpu.hopper.common.compat import aggregate, gl, gluon
+from tilewise.gpu.hopper.common.layouts import along
 
 MANY_TILES = gl.constexpr(8)  # of keys: from there on a work tile looks how its scores go on
 
@@ -121,15 +122,12 @@ def by_thread(s, tile, row, work, cfg: gl.constexpr):
     firsts [1, 1, 4, 1], columns [1, BLOCK_N // 8, 1, 2]: a column of x is the sum of the two
     """
     x = s.reshape([64, s.shape[1] // 8, 4, 2])
-    by_row: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, x.type.layout)))
-    by_eight: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, x.type.layout)))
-    by_lane: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, x.type.layout)))
-    by_pair: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, x.type.layout)))
+    layout: gl.constexpr = x.type.layout
     start = row + work.seqlen_k - work.seqlen_q - tile * cfg.BLOCK_N
-    positions = start + gl.arange(0, 64, by_row) // cfg.PACK
-    firsts = 2 * gl.arange(0, 4, by_lane)
-    eights = 8 * gl.arange(0, x.shape[1], by_eight)
-    columns = eights[None, :, None, None] + gl.arange(0, 2, by_pair)[None, None, None, :]
+    positions = start + gl.arange(0, 64, along(0, layout, 4)) // cfg.PACK
+    firsts = 2 * gl.arange(0, 4, along(2, layout, 4))
+    eights = 8 * gl.arange(0, x.shape[1], along(1, layout, 4))
+    columns = eights[None, :, None, None] + gl.arange(0, 2, along(3, layout, 4))[None, None, None, :]
     return x, positions[:, None, None, None], firsts[None, None, :, None], columns
 
 

@@ -27,7 +27,7 @@ from tilewise.gpu.hopper.common.compat import (
     mma_v2,
 )
 from tilewise.gpu.hopper.common.guards import page_or_zero
-from tilewise.gpu.hopper.common.layouts import accumulator_layout, row_layout, warp_layout
+from tilewise.gpu.hopper.common.layouts import accumulator_layout, along, row_layout, warp_layout
 from tilewise.gpu.hopper.common.ranges import tile_origin
 from tilewise.gpu.hopper.common.softmax import exp2, finite_or_zero
 from tilewise.gpu.hopper.decode.rows import by_threads, inverse_of, read_rows
@@ -111,7 +111,7 @@ def load_values(tile):
 @gluon.jit
 def pages_of(cache, split, n, sizes, cfg: gl.constexpr):
     """Numbers of the pages [4] of the warps' keys, of a split's tile n; behind its end, of others."""
-    warp = gl.arange(0, 4, gl.SliceLayout(1, gl.SliceLayout(2, warp_layout())))
+    warp = gl.arange(0, 4, along(0, warp_layout(), 3))
     first = (split.tile + gl.minimum(n, split.count - 1)) * cfg.BLOCK_N + cfg.BLOCK_N // 4 * warp
     first = tile_origin(split, cfg) + gl.maximum(gl.minimum(first, split.seqlen_k - 1), 0)
     row = gl.cast(split.batch, gl.int64) * sizes.stride_page_table

@@ -2,6 +2,7 @@
 
 from tilewise.gpu.hopper.common.compat import gl, gluon, start_next_kernel, wait_for_previous_kernel
 from tilewise.gpu.hopper.common.guards import length_poison
+from tilewise.gpu.hopper.common.layouts import along
 from tilewise.gpu.hopper.common.softmax import LOG2_E, exp2, finite_or_zero
 from tilewise.gpu.hopper.decode.arguments import DecodeSizes
 from tilewise.gpu.hopper.decode.rows import divided, query_rows, store_columns, store_lse
@@ -69,7 +70,7 @@ def attn_decode_merge_kernel(
     Grid: (segments of all sequences * tiles of rows * tiles of columns,).
     """
     layout: gl.constexpr = merge_layout(cfg)
-    rows_layout: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, layout))
+    rows_layout: gl.constexpr = along(0, layout, 3)
     LANES: gl.constexpr = split_lanes(cfg)
     COUNT: gl.constexpr = (cfg.MERGE_SPLITS + LANES - 1) // LANES  # splits that a thread holds at a time
     STEP: gl.constexpr = COUNT * LANES
@@ -95,7 +96,7 @@ def attn_decode_merge_kernel(
     first_row = program % ROW_TILES * cfg.MERGE_ROWS
     rows = first_row + gl.arange(0, cfg.MERGE_ROWS, rows_layout)
     cols = first_column + gl.arange(0, cfg.MERGE_COLUMNS, gl.SliceLayout(0, gl.SliceLayout(0, layout)))
-    lanes = gl.arange(0, LANES, gl.SliceLayout(0, gl.SliceLayout(2, layout)))
+    lanes = gl.arange(0, LANES, along(1, layout, 3))
     _, head, exists = query_rows(first_row, cfg.MERGE_ROWS, rows_layout, segment, sizes, cfg)
     left = gl.where(exists[:, None], count - lanes[None, :], 0)  # [MERGE_ROWS, LANES]: splits from there on
     stat = lanes[None, :] * cfg.ROWS + rows[:, None]

@@ -2,7 +2,7 @@
 
 from tilewise.gpu.hopper.common.arguments import FLAG_BITS
 from tilewise.gpu.hopper.common.compat import aggregate, gl, gluon
-from tilewise.gpu.hopper.common.layouts import partial_layout
+from tilewise.gpu.hopper.common.layouts import along, partial_layout
 from tilewise.gpu.hopper.common.ranges import visited
 
 SHIFT = gl.constexpr(FLAG_BITS)
@@ -98,10 +98,9 @@ def load_bits(W: gl.constexpr, entry, visits, mask, cfg: gl.constexpr):
 def hide_by_bits(s, words, hidden=float("-inf")):
     """Scores s [64, BLOCK_N] with `hidden` where the bit of a thread's word is 0."""
     x = s.reshape([64, s.shape[1] // 8, 4, 2])
-    by_word: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, x.type.layout))
-    by_eight: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, x.type.layout)))
-    by_pair: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, x.type.layout)))
-    eights, pair = gl.arange(0, x.shape[1], by_eight), gl.arange(0, 2, by_pair)
+    layout: gl.constexpr = x.type.layout
+    by_word: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, layout))
+    eights, pair = gl.arange(0, x.shape[1], along(1, layout, 4)), gl.arange(0, 2, along(3, layout, 4))
     bit = 1 << (2 * eights[None, :, None, None] + pair[None, None, None, :])  # known to the compiler
     words = gl.convert_layout(words, by_word, assert_trivial=True)[:, None, :, None]
     x = gl.where((words & bit) != 0, x, hidden)
