@@ -1,11 +1,7 @@
 """How the backward walks the transposed tile map of a mask: which query tiles a tile of keys visits."""
 
-from tilewise.gpu.hopper.common.arguments import FLAG_BITS
 from tilewise.gpu.hopper.common.compat import aggregate, gl, gluon
-from tilewise.gpu.hopper.common.layouts import partial_layout
-
-SHIFT = gl.constexpr(FLAG_BITS)
-NOTHING_SEEN = gl.constexpr(0b0011)  # flags: both warpgroups have hidden scores
+from tilewise.gpu.hopper.mask.visits import NOTHING_SEEN, SHIFT, load_words
 
 
 @aggregate
@@ -55,11 +51,7 @@ def head_and_tile(entry, work, sizes):
 
 @gluon.jit
 def load_step_bits(W: gl.constexpr, entry, head, tile, work, mask, sizes, cfg: gl.constexpr):
-    """[64, 4] words of warpgroup W's keys; those of a full tile, all 1, are not read."""
-    keys = gl.arange(0, 64, gl.SliceLayout(1, partial_layout()))[:, None]
-    threads = gl.arange(0, 4, gl.SliceLayout(0, partial_layout()))[None, :]
+    """`load_words` of warpgroup W's keys."""
     row = work.batch * mask.stride_batch + head * mask.stride_head
     row += work.row // cfg.BLOCK_N * mask.stride_tile
-    first = ((gl.cast(row, gl.int64) * sizes.tiles_q + tile) * 2 + W) * 256
-    is_read = (keys + threads >= 0) & ((entry >> W & 1) != 0)
-    return gl.load(mask.bits + first + (4 * keys + threads), mask=is_read, other=-1).to(gl.int32)
+    return load_words(W, (gl.cast(row, gl.int64) * sizes.tiles_q + tile) * 2 + W, entry, mask)

@@ -83,15 +83,20 @@ def is_seen_by_all(W: gl.constexpr, entry, j, tiles, cfg: gl.constexpr):
 
 @gluon.jit
 def load_bits(W: gl.constexpr, entry, visits, mask, cfg: gl.constexpr):
-    """[64, 4] words of warpgroup W's rows in a tile, if there are any; of a full one, all 1, none is read."""
+    """`load_words` of warpgroup W's rows in a tile, if there are any."""
     words = 0
     if cfg.HAS_MASK and cfg.MASK is None:
-        rows = gl.arange(0, 64, gl.SliceLayout(1, partial_layout()))[:, None]
-        threads = gl.arange(0, 4, gl.SliceLayout(0, partial_layout()))[None, :]
-        first = ((visits.row + (entry >> SHIFT)) * cfg.WARPGROUPS + W) * 256
-        is_read = (rows + threads >= 0) & is_partial(W, entry)
-        words = gl.load(mask.bits + first + (4 * rows + threads), mask=is_read, other=-1).to(gl.int32)
+        words = load_words(W, (visits.row + (entry >> SHIFT)) * cfg.WARPGROUPS + W, entry, mask)
     return words
+
+
+@gluon.jit
+def load_words(W: gl.constexpr, number, entry, mask):
+    """[64, 4] words of warpgroup W's rows, those of that number; of a full tile, all 1, none is read."""
+    rows = gl.arange(0, 64, gl.SliceLayout(1, partial_layout()))[:, None]
+    threads = gl.arange(0, 4, gl.SliceLayout(0, partial_layout()))[None, :]
+    is_read = (rows + threads >= 0) & is_partial(W, entry)
+    return gl.load(mask.bits + number * 256 + (4 * rows + threads), mask=is_read, other=-1).to(gl.int32)
 
 
 @gluon.jit
