@@ -113,12 +113,6 @@ def start_s(W: gl.constexpr, zero, use, ch, cfg: gl.constexpr):
 
 
 @gluon.jit
-def outputs(use, ch, cfg: gl.constexpr):
-    """dO [BLOCK_M, BLOCK_DV] of a use."""
-    return ch.do.index(use % cfg.STAGES).reshape([cfg.BLOCK_M, cfg.BLOCK_DV])
-
-
-@gluon.jit
 def finish_step(
     W: gl.constexpr, s, dv, zero, tile, key, own, work, use, ch, sizes, factors, cfg: gl.constexpr
 ):
@@ -127,7 +121,7 @@ def finish_step(
     stats = stats_of(use, ch, cfg)
     p, weight = probabilities(s, stats, None, tile, key, own, work, sizes, factors, None, dtype, cfg)
     v = ch.v.tiles.index(W + zero).reshape([64, cfg.BLOCK_DV])
-    do = outputs(use, ch, cfg)
+    do = ch.do.index(use % cfg.STAGES).reshape([cfg.BLOCK_M, cfg.BLOCK_DV])
     p = pinned(gl.convert_layout(p, operand_layout(cfg.BLOCK_DV)))
     pingpong_wait(W)
     if HOLDS_NEXT_S:

@@ -151,22 +151,6 @@ def locate_tile(
 
 
 @gluon.jit
-def cached_sequence(number, sizes, packing, cache, cfg: gl.constexpr):
-    """(sequence, tiles before it, its tiles, start_q, seqlen_q, start_k, seqlen_k) of tile `number`.
-
-    start_k is the left padding, or `WRONG_START`; there are no keys then.
-    """
-    b, first, own_tiles = ordered_sequence(number, sizes.batch, packing)
-    if cfg.IS_PACKED:
-        start_q, own_q = packed_rows(packing.cu_seqlens_q, b)
-    else:
-        start_q, own_q = 0 * b, sizes.seqlen_q + 0 * b
-    pad = gl.load(cache.leftpad_k + b) if cfg.HAS_LEFTPAD else 0 * b
-    pad, own_k, fits = own_keys(gl.load(cache.seqlens_k + b), pad, sizes.seqlen_k, cfg)
-    return b, first, own_tiles, start_q, own_q, gl.where(fits, pad, WRONG_START), own_k
-
-
-@gluon.jit
 def ordered_sequence(number, batch, packing):
     """(sequence, tiles before it, its tiles) of tile `number`."""
     rank = find_sequence(packing.first_tile, batch, number)
@@ -193,9 +177,14 @@ def locate(index, sizes, packing, cache, cfg: gl.constexpr):
     """The work tile of an index. Ordered: each sequence has its own tiles, and bh is a head."""
     ROWS: gl.constexpr = cfg.BLOCK_M // cfg.PACK
     if cfg.IS_CACHED:
-        b, first, own_tiles, start_q, own_q, start_k, own_k = cached_sequence(
-            index // sizes.num_bh, sizes, packing, cache, cfg
-        )
+        b, first, own_tiles = ordered_sequence(index // sizes.num_bh, sizes.batch, packing)
+        if cfg.IS_PACKED:
+            start_q, own_q = packed_rows(packing.cu_seqlens_q, b)
+        else:
+            start_q, own_q = 0 * b, sizes.seqlen_q + 0 * b
+        pad = gl.load(cache.leftpad_k + b) if cfg.HAS_LEFTPAD else 0 * b
+        pad, own_k, fits = own_keys(gl.load(cache.seqlens_k + b), pad, sizes.seqlen_k, cfg)
+        start_k = gl.where(fits, pad, WRONG_START)  # there are no keys then
         rest = index - first * sizes.num_bh
         tile, bh = longest_first(rest, own_tiles, sizes.num_bh, sizes.l2_swizzle, cfg)
         work = WorkTile(tile * ROWS, bh * cfg.PACK, b, start_q, own_q, start_k, own_k)

@@ -1,6 +1,5 @@
 """Online softmax on a warpgroup's registers. Scores are in units of log2, so that exp is one exp2."""
 
-from tilewise.gpu.hopper.common.arguments import Factors as Factors
 from tilewise.gpu.hopper.common.compat import gl, gluon
 from tilewise.gpu.hopper.common.layouts import partial_layout
 

@@ -14,7 +14,7 @@ alone: see `attn_top_k_kernel`, which does such queries.
 A warpgroup does one thing after the other; the others' products run meanwhile.
 """
 
-from tilewise.gpu.hopper.common.arguments import Cache, Sizes
+from tilewise.gpu.hopper.common.arguments import Sizes
 from tilewise.gpu.hopper.common.channel import Ring, make_tile_ring, skip
 from tilewise.gpu.hopper.common.compat import (
     aggregate,
@@ -58,13 +58,12 @@ class Rings:
 def load_role(q_desc, k_desc, counter, rings, sizes, packing, cfg: gl.constexpr):
     """Take work tiles and stream theirs."""
     WARPGROUPS: gl.constexpr = cfg.WARPGROUPS
-    cache = Cache(None, None, None)
     num_work_tiles = count_work_tiles(sizes, packing)
     index = gl.program_id(0)
     use = 0  # of the ring of keys
     work_use = 0
     while index < num_work_tiles:
-        work = locate(index, sizes, packing, cache, cfg)
+        work = locate(index, sizes, packing, None, cfg)
         send(rings.work, work_use, work)
         tiles = key_tiles(work.row, cfg.BLOCK_M, work, sizes, cfg)
         head_k = work.head // sizes.group_size
