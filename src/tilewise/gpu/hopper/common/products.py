@@ -94,6 +94,12 @@ def store_wide(
 
 
 @gluon.jit
-def rescaled(acc, alpha):
-    """Each row of an accumulator times its alpha."""
-    return acc * gl.convert_layout(alpha, gl.SliceLayout(1, acc.type.layout), assert_trivial=True)[:, None]
+def beside(x, tile):
+    """Numbers of rows as a column beside an accumulator, or partial sums, of these rows."""
+    return gl.convert_layout(x, gl.SliceLayout(1, tile.type.layout), assert_trivial=True)[:, None]
+
+
+@gluon.jit
+def rescaled(tile, alpha):
+    """Each row of an accumulator, or of partial sums, times its alpha."""
+    return tile * beside(alpha, tile)

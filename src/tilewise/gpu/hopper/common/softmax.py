@@ -139,12 +139,6 @@ def columns_of_thread(x):
 
 
 @gluon.jit
-def rescaled_sums(l, alpha):
-    """Each row of [64, 4] partial sums times its alpha."""
-    return l * gl.convert_layout(alpha, gl.SliceLayout(1, partial_layout()), assert_trivial=True)[:, None]
-
-
-@gluon.jit
 def online_softmax(s, m, scale_log2e, headroom=0.0):
     """(p, m, alpha) after one more tile of scores.
 

@@ -31,7 +31,7 @@ from tilewise.gpu.hopper.common.compat import (
 )
 from tilewise.gpu.hopper.common.guards import split_poison
 from tilewise.gpu.hopper.common.layouts import accumulator_layout, operand_layout, row_layout, tile_layout
-from tilewise.gpu.hopper.common.products import product
+from tilewise.gpu.hopper.common.products import product, rescaled
 from tilewise.gpu.hopper.common.softmax import LOG2_E
 from tilewise.gpu.hopper.decode.arguments import DecodeSizes
 from tilewise.gpu.hopper.decode.eight_bits import attend_8_bit_tiles, combine_warps
@@ -92,8 +92,7 @@ def attend_tiles(W: gl.constexpr, acc, m, l, use, split, slope_log2, smem, sizes
         k_ring.release(use + n)
         p, m, l, alpha = softmax_step(s, m, l, split.tile + n, slope_log2, split, sizes, factors, cfg)
         p = gl.convert_layout(p.to(v_ring.tiles.dtype), operand_layout(cfg.BLOCK_DV))
-        alpha = gl.convert_layout(alpha, row_layout(cfg.BLOCK_DV), assert_trivial=True)
-        acc = acc * alpha[:, None]
+        acc = rescaled(acc, alpha)
         v_ring.wait(use + n)
         acc = warpgroup_mma(p, v_ring.chunk(use + n, 0), acc, is_async=True)  # [64, BLOCK_DV]
         acc = warpgroup_mma_wait(0, deps=(acc,))

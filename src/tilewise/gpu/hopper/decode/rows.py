@@ -4,7 +4,8 @@ Row r of a segment's tile is query r // PACK and, of its GQA group, head r % PAC
 """
 
 from tilewise.gpu.hopper.common.compat import fence_async_shared, gl, gluon
-from tilewise.gpu.hopper.common.layouts import accumulator_layout, row_layout
+from tilewise.gpu.hopper.common.layouts import accumulator_layout
+from tilewise.gpu.hopper.common.products import rescaled
 from tilewise.gpu.hopper.common.softmax import (
     LN_2,
     exact_lse,
@@ -94,9 +95,7 @@ def combine_halves(acc, m, l, use, smem, cfg: gl.constexpr):
     mine, others = exp2(m - m_finite), exp2(other_m - m_finite)
     l = l * mine + other_l * others
     inverse = 1.0 if cfg.HAS_SCALES else inverse_of(l)
-    mine = gl.convert_layout(mine * inverse, row_layout(cfg.BLOCK_DV), assert_trivial=True)
-    others = gl.convert_layout(others * inverse, row_layout(cfg.BLOCK_DV), assert_trivial=True)
-    return acc * mine[:, None] + other * others[:, None], m_new, l
+    return rescaled(acc, mine * inverse) + rescaled(other, others * inverse), m_new, l
 
 
 @gluon.jit

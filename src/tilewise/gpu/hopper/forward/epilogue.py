@@ -2,8 +2,8 @@
 
 from tilewise.gpu.hopper.common.compat import fence_async_shared, gl, gluon, store_tile
 from tilewise.gpu.hopper.common.key_loads import coords
-from tilewise.gpu.hopper.common.layouts import partial_layout, row_layout
-from tilewise.gpu.hopper.common.products import rescaled, store_wide
+from tilewise.gpu.hopper.common.layouts import row_layout
+from tilewise.gpu.hopper.common.products import beside, rescaled, store_wide
 from tilewise.gpu.hopper.common.softmax import (
     LN_2,
     LOG2_E,
@@ -29,7 +29,7 @@ def failures(m, l, acc, dtype: gl.constexpr, cfg: gl.constexpr):
     See `softmax_step`.
     """
     failed = gl.where(l <= cfg.LARGEST_SUM, 0, 1)  # [64, 4]
-    m = gl.convert_layout(gl.abs(m), gl.SliceLayout(1, partial_layout()), assert_trivial=True)[:, None]
+    m = beside(gl.abs(m), l)
     failed = gl.where((m < LARGEST_REFERENCE) | (m == float("inf")), failed, 1)
     if dtype == gl.bfloat16:  # values of float16 are neither so large nor so small
         sizes = partial_sums(gl.abs(acc))

@@ -11,6 +11,7 @@ from tilewise.gpu.hopper.common.biases import (
 from tilewise.gpu.hopper.common.compat import gl, gluon, unhoisted
 from tilewise.gpu.hopper.common.dropout import dropped, survivors
 from tilewise.gpu.hopper.common.layouts import accumulator_layout, operand_layout, row_layout
+from tilewise.gpu.hopper.common.products import rescaled
 from tilewise.gpu.hopper.common.ranges import mask_left, mask_right
 from tilewise.gpu.hopper.common.softmax import (
     LOG2_E,
@@ -18,7 +19,6 @@ from tilewise.gpu.hopper.common.softmax import (
     finite_or_zero,
     online_softmax,
     partial_sums,
-    rescaled_sums,
     softcapped,
 )
 from tilewise.gpu.hopper.forward.watched import hidden_score, shifted, watch_scores, watch_weights
@@ -100,7 +100,7 @@ def softmax_step(
             x = s * unit - finite_or_zero(m)[:, None]
             watched = watch_scores(shifted(watched, m_before, m, l, alpha, cfg), s, cfg)
             watched = watch_weights(watched, x, p, False, cfg)
-        l = rescaled_sums(l, alpha) + partial_sums(p)
+        l = rescaled(l, alpha) + partial_sums(p)
     p = gl.convert_layout(p.to(dtype), operand_layout(cfg.BLOCK_DV))
     return p, m, l, watched, alpha, is_steady, has_seen
 

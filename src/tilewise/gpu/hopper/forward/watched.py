@@ -9,7 +9,8 @@ compare as integers, of which the GPU takes three at once.
 
 from tilewise.gpu.hopper.common.compat import bits_of, float_of, gl, gluon
 from tilewise.gpu.hopper.common.layouts import partial_layout
-from tilewise.gpu.hopper.common.softmax import columns_of_thread, log2, reciprocal, rescaled_sums
+from tilewise.gpu.hopper.common.products import beside, rescaled
+from tilewise.gpu.hopper.common.softmax import columns_of_thread, log2, reciprocal
 
 LOWEST = gl.constexpr(-1e4)  # of x where p is 0
 # Of a hidden score, where -inf would make p x NaN: the score in units of log2; its product, which
@@ -80,11 +81,10 @@ def shifted(watched, m_before, m, l, alpha, cfg: gl.constexpr):
     """What is watched when the reference moves from m_before to m, with the l of before."""
     largest, weighted = watched
     if cfg.HAS_MAX_LOGIT:
-        largest = rescaled_sums(largest, alpha)
+        largest = rescaled(largest, alpha)
     if cfg.HAS_ENTROPY:
-        by_row: gl.constexpr = gl.SliceLayout(1, partial_layout())
-        step = gl.convert_layout(m_before - m, by_row, assert_trivial=True)[:, None]
-        weighted = rescaled_sums(gl.where(l == 0.0, 0.0, weighted + step * l), alpha)
+        step = beside(m_before - m, l)
+        weighted = rescaled(gl.where(l == 0.0, 0.0, weighted + step * l), alpha)
     return largest, weighted
 
 
@@ -96,7 +96,7 @@ def max_logits(largest, m, row, work):
     """
     by_row: gl.constexpr = gl.SliceLayout(1, partial_layout())
     above = gl.where(largest < float("inf"), gl.maximum(log2(largest), 0.0), 0.0)
-    scores = gl.convert_layout(m, by_row, assert_trivial=True)[:, None] + above
+    scores = beside(m, largest) + above
     exists = row + gl.arange(0, 64, by_row)[:, None] < work.seqlen_q
     scores = gl.where(exists, scores, float("-inf"))
     return gl.max(gl.max(scores.reshape([4, 16, 4]), 2), 1)
@@ -106,7 +106,7 @@ def max_logits(largest, m, row, work):
 def have_nan(m, l, row, work):
     """[4]: by warp, whether a score of rows that exist is NaN, and none of the row is infinite."""
     by_row: gl.constexpr = gl.SliceLayout(1, partial_layout())
-    is_finite = gl.convert_layout(m, by_row, assert_trivial=True)[:, None] < float("inf")
+    is_finite = beside(m, l) < float("inf")
     exists = row + gl.arange(0, 64, by_row)[:, None] < work.seqlen_q
     found = gl.where(exists & is_finite & (l != l), 1, 0)
     return gl.max(gl.max(found.reshape([4, 16, 4]), 2), 1) > 0

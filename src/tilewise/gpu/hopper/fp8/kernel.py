@@ -56,7 +56,6 @@ from tilewise.gpu.hopper.common.softmax import (
     log2,
     partial_sums,
     reciprocal,
-    rescaled_sums,
     softcapped,
 )
 from tilewise.gpu.hopper.forward.epilogue import store_lse, store_staged
@@ -222,7 +221,7 @@ def softmax_step(s, m, l, j, row, tiles, k_factor, v_factor, work, sizes, factor
     alpha = exp2(m - m_finite)
     shift = log2_v + LOG2_LARGEST - m_finite
     p = exp2(s * factor + shift[:, None])  # [64, BLOCK_N]
-    l = rescaled_sums(l, alpha) + partial_sums(p) * reciprocal(v_factor)
+    l = rescaled(l, alpha) + partial_sums(p) * reciprocal(v_factor)
     return as_operand(p, cfg), m_new, l, alpha
 
 
@@ -295,10 +294,9 @@ def store_chunks(acc, m, l, smem_o, row, work, o_desc, lse_ptr, sinks, sizes, cf
     WIDTH: gl.constexpr = cfg.BLOCK_DV // cfg.V_CHUNKS
     m = gl.convert_layout(m, row_layout(cfg.BLOCK_N), assert_trivial=True)
     factor = store_lse(m, l, row, work, RowTargets(lse_ptr, None, 0), sinks, sizes, None, cfg)
-    factor = gl.convert_layout(factor, row_layout(WIDTH, 32), assert_trivial=True)
     o = smem_o.reshape([64, cfg.BLOCK_DV])
     for chunk in gl.static_range(CHUNKS):
-        o.slice(chunk * WIDTH, WIDTH, 1).store((acc[chunk] * factor[:, None]).to(o_desc.dtype))
+        o.slice(chunk * WIDTH, WIDTH, 1).store(rescaled(acc[chunk], factor).to(o_desc.dtype))
     store_staged(o_desc, smem_o, row, work, cfg)
 
 
