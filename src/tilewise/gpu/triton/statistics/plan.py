@@ -7,11 +7,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tilewise.core.plan import Results as Known
+from tilewise.core.plan import Results
 from tilewise.core.problem import AttentionProblem, Inputs
 from tilewise.core.statistics import GROUP, Aux, Measured, new_measured
 from tilewise.gpu.launch.launch_plan import Launch, Tensors, run
-from tilewise.gpu.triton.call import Call, Results, launchable
+from tilewise.gpu.triton.call import Call, launchable
 
 ALL_ROWS = (1 << 31) - 1
 
@@ -22,7 +22,7 @@ class StatisticsPlan(NamedTuple):
     problem: AttentionProblem
     aux: Aux
 
-    def run(self, inputs: Inputs, results: Known | None = None, *_: Tensor | None) -> Measured:
+    def run(self, inputs: Inputs, results: Results | None = None, *_: Tensor | None) -> Measured:
         assert results is not None and results.lse is not None
         problem, aux = self.problem, self.aux
         found = new_measured(aux, problem, inputs)
@@ -31,22 +31,22 @@ class StatisticsPlan(NamedTuple):
 
             problem, inputs = dequantized(problem, inputs)
         inputs = launchable(inputs)
-        lse, residual = (None if t is None else t.contiguous() for t in (results.lse, results.residual))
-        known = Results(lse=lse, residual=residual)
+        known = (None if t is None else t.contiguous() for t in (results.lse, results.residual))
+        tensors = (*inputs, None, *known)
         if not (inputs.query.numel() and inputs.key.numel()):
             return found
         of_rows = found.row_max, found.entropy, found.expected_distance
         if any(t is not None for t in of_rows):
-            run(_row_launch, problem, (*inputs, *known[:3]), fresh=of_rows)
+            run(_row_launch, problem, tensors, fresh=of_rows)
         if found.column_sum is not None:
             last_rows = ALL_ROWS if aux.last_rows is None else min(aux.last_rows, ALL_ROWS)
             choices = last_rows, aux.column_sum == GROUP
-            run(_column_launch, problem, (*inputs, *known[:3]), *choices, fresh=(found.column_sum,))
+            run(_column_launch, problem, tensors, *choices, fresh=(found.column_sum,))
         if found.block_sum is not None:
-            run(_block_launch, problem, (*inputs, *known[:3]), aux.block_sum, fresh=(found.block_sum,))
+            run(_block_launch, problem, tensors, aux.block_sum, fresh=(found.block_sum,))
         if found.top_keys is not None:
             largest = found.top_weights, found.top_keys, None
-            run(_top_k_launch, problem, (*inputs, *known[:3]), aux.top_k, fresh=largest)
+            run(_top_k_launch, problem, tensors, aux.top_k, fresh=largest)
         return found
 
 
