@@ -16,6 +16,7 @@ from torch import Tensor
 
 from tilewise.core.fp8 import LARGEST, LEAST_EXPONENT
 from tilewise.core.problem import AttentionProblem, Inputs
+from tilewise.core.signature import rows_dense
 from tilewise.gpu.launch.entry import entry
 from tilewise.gpu.launch.launch_plan import Launch, Tensors, run
 
@@ -128,13 +129,9 @@ def write_pages(
     """
     if not len(places[1]):
         return
-    rows = (None if t is None else _dense(t.flatten(0, -3)) for t in new)
+    rows = (None if t is None else rows_dense(t.flatten(0, -3)) for t in new)
     as_integers = (None if t is None else t.view(torch.uint8) for t in storages)
     run(_write_launch, None, (*as_integers, *scales, *rows, *places))
-
-
-def _dense(t: Tensor) -> Tensor:
-    return t if t.stride(-1) == 1 else t.contiguous()
 
 
 def _write_launch(problem: None, tensors: Tensors) -> Launch:

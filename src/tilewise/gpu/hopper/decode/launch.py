@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from tilewise.core.problem import AttentionProblem, Inputs
+from tilewise.core.signature import rows_dense
 from tilewise.gpu.hopper.common import host
 from tilewise.gpu.hopper.common.arguments import WARPGROUP_ROWS, Cache
 from tilewise.gpu.hopper.decode.arguments import DecodeConfig, DecodeSizes, DecodeTargets
@@ -148,7 +149,7 @@ def steps(
 def cached_tensors(inputs: Inputs, cfg: DecodeConfig) -> CachedTensors:
     """The tensors of a call as the kernels take them."""
     rows = host.GROUP_ROWS if cfg.WHOLE_PAGES else 1
-    query = inputs.query if inputs.query.stride(-1) == 1 else inputs.query.contiguous()
+    query = rows_dense(inputs.query)
     small = (getattr(inputs, name) for name in CachedTensors._fields[3:])
     rest = (None if t is None else t.contiguous() for t in small)
     key = host.keys_ready(inputs.key, rows)

@@ -11,6 +11,7 @@ from tilewise.core import fp8
 from tilewise.core.kept import kept_on_device
 from tilewise.core.problem import AttentionProblem, Inputs
 from tilewise.core.quantized import KINDS, Quantized, num_blocks
+from tilewise.core.signature import rows_dense
 from tilewise.gpu.hopper.common import host
 from tilewise.gpu.hopper.common.arguments import WARPGROUP_ROWS, FP8Config, Packing, Scales
 from tilewise.gpu.launch.launch_plan import Launch, Tensors, run
@@ -43,16 +44,12 @@ def forward(problem: AttentionProblem, inputs: Inputs) -> tuple[Tensor, Tensor]:
 
 def round_tensor(problem: AttentionProblem, kind: str, t: Tensor, cu_seqlens: Tensor | None) -> Quantized:
     """A 16-bit tensor in blocks; a query or key is rotated."""
-    t = _with_dense_rows(t)
+    t = rows_dense(t)
     is_value = kind == "value"
     blocks = _empty_blocks(t, cu_seqlens, fp8.FP8 if is_value else fp8.OPERANDS[problem.precision], is_value)
     matrix = None if is_value else _matrix(fp8.padded_dim(t.shape[-1]), t.dtype, t.device)
     run(_quantize_launch, problem, (t, matrix, cu_seqlens), kind, fresh=blocks)
     return Quantized(*blocks, tuple(t.shape), t.dtype, kind, not is_value, cu_seqlens)
-
-
-def _with_dense_rows(t: Tensor) -> Tensor:
-    return t if t.stride(-1) == 1 or t.shape[-1] == 1 else t.contiguous()
 
 
 def _empty_blocks(
