@@ -152,8 +152,3 @@ class WideBackwardConfig(StreamConfig):
     def IS_SLIM(self) -> bool:
         """Whether dK and dV of 128 keys fit the registers of two warpgroups."""
         return self.D_CHUNKS * self.D_CHUNK <= 192 and self.BLOCK_DV == 128
-
-    @property
-    def STORE_WIDTHS(self) -> tuple[int, int]:
-        """Columns of dK and of dV that are stored at a time, each through a tile that is no longer needed."""
-        return (self.D_CHUNK, self.BLOCK_DV) if self.IS_SLIM else (128, 128)

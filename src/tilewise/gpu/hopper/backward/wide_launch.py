@@ -38,7 +38,7 @@ def backward(
     query = inputs.query
     dq, dk, dv = new_gradients(problem, inputs)
     stats = query.new_empty(stats_shape(problem, cfg, query.shape[-3]), dtype=torch.float32)
-    new = (dq, dk, dv, stats, *host.shared_counters(query.device))
+    new = (dq, dk, dv, stats, *(host.scheduler_counter(query.device, n) for n in range(2)))
     ordered = [t for offsets in inputs[3:5] for t in host.new_order(problem, offsets)]
     run_steps(problem, steps(cfg, given, new, (*optional, *ordered)))
     dsinks = None if inputs.sinks is None else sinks_gradient(problem, inputs.sinks, stats, None, cfg)
@@ -51,7 +51,7 @@ def steps(
     new: Sequence[Tensor],
     optional: Tensors,
 ) -> list[Step]:
-    """The launches; `new` are dq, dk, dv, the row statistics and `shared_counters`.
+    """The launches; `new` are dq, dk, dv, the row statistics and two `scheduler_counter`s.
 
     The last two start early: one gets ready while statistics are written; the other needs nothing of it and
     takes the SMs that it leaves idle. `optional` are dlse, the sequences' offsets, `new_order` of keys and of
@@ -111,12 +111,11 @@ def keys_launch(problem: AttentionProblem, tensors: Tensors, cfg: WideBackwardCo
     is_packed = problem.is_packed
     sizes = kernel_sizes(problem, query.shape[-3], -(-problem.seqlen_k // cfg.BLOCK_N), cfg)
     qk, v = (64, 1, cfg.D_CHUNK), (64, 1, cfg.BLOCK_DV)
+    # columns of dK and dV that are stored at a time, each through a tile that is no longer needed
+    stored = ((dk, qk), (dv, v)) if cfg.IS_SLIM else ((dk, (64, 1, 128)), (dv, (64, 1, 128)))
     arguments = (
         *(host.descriptor(t, tile, is_packed) for t, tile in ((query, qk), (key, qk), (value, v), (dout, v))),
-        *(
-            t if cfg.WIDE_COLUMNS else host.descriptor(t, (64, 1, width), is_packed)
-            for t, width in zip((dk, dv), cfg.STORE_WIDTHS, strict=True)
-        ),
+        *(t if cfg.WIDE_COLUMNS else host.descriptor(t, tile, is_packed) for t, tile in stored),
         host.flat_descriptor(stats, (1, cfg.STATS * cfg.BLOCK_M)),
         *(Packing(cu_q, cu_k, *ordered), counter),
         sizes,

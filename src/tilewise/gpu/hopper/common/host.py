@@ -18,7 +18,7 @@ from tilewise.gpu.hopper.common.arguments import Extras, Factors, KernelConfig, 
 from tilewise.gpu.hopper.common.functions import captured_of, compiled_functions, inlines_mask
 from tilewise.gpu.launch.gpus import gpu_of
 from tilewise.gpu.launch.launch_plan import Launch, Step, Tensors, run, run_steps
-from tilewise.gpu.launch.plan import scheduler_counter
+from tilewise.gpu.launch.plan import scheduler_counter as scheduler_counter
 
 LOG2_E = math.log2(math.e)
 
@@ -34,11 +34,6 @@ BIAS_TILE = 64  # rows and columns that one program copies
 def num_sms(index: int | None) -> int:
     """Of a GPU by its number."""
     return gpu_of(index).num_sms
-
-
-def shared_counters(device: torch.device) -> tuple[Tensor, ...]:
-    """Of two kernels that run side by side."""
-    return scheduler_counter(device), scheduler_counter(device, 1)
 
 
 def errors_of(problem: AttentionProblem, query: Tensor | None) -> Tensor | None:
@@ -174,12 +169,10 @@ def extras(
     if slopes is not None:
         stride = slopes.stride(0) if slopes.ndim == 2 else 0
         found = found._replace(slopes=slopes, slopes_stride=stride)
-    if bias is not None and problem.bias_of_distances:
-        batch, head = (0 if size == 1 else stride for size, stride in zip(bias.shape[:2], bias.stride()))
-        found = found._replace(bias=bias, bias_batch=batch, bias_head=head)
-    elif bias is not None:
+    if bias is not None:
         strides = (0 if size == 1 else stride for size, stride in zip(bias.shape, bias.stride(), strict=True))
-        batch, head, row, _ = strides
+        batch, head, row, *_ = strides
+        row = 0 if problem.bias_of_distances else row
         found = found._replace(bias=bias, bias_batch=batch, bias_head=head, bias_row=row)
     if problem.has_score_function:
         found = found._replace(score_unit=problem.softcap or problem.scale)

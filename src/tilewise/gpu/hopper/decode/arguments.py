@@ -59,15 +59,6 @@ class DecodeConfig(KernelConfig):
         return self.BLOCK_N // self.BOX_ROWS
 
     @property
-    def BOXES_D(self) -> int:
-        """Boxes of a tile of keys along its columns."""
-        return self.BLOCK_D // self.BOX_WIDTH
-
-    @property
-    def BOXES_DV(self) -> int:
-        return self.BLOCK_DV // self.BOX_WIDTH
-
-    @property
     def maxnreg(self) -> int:
         """Registers of each thread at the start; the producers are a warpgroup's worth of warps."""
         total = self.WARPGROUPS * self.CONSUMER_REGISTERS + self.PRODUCER_REGISTERS

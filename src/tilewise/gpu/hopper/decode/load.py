@@ -97,11 +97,10 @@ def box_rows(n, pages, split, tile, rows_per_entry, cfg: gl.constexpr):
 
 
 @gluon.jit
-def load_boxes(
-    ring, use, desc, pages, split, tile, rows_per_entry, COLUMNS: gl.constexpr, sizes, cfg: gl.constexpr
-):
+def load_boxes(ring, use, desc, pages, split, tile, rows_per_entry, sizes, cfg: gl.constexpr):
     """Start TMA copies of one tile of keys or values, box by box."""
     BOXES: gl.constexpr = cfg.BOXES
+    COLUMNS: gl.constexpr = ring.tiles.shape[2] // cfg.BOX_WIDTH  # boxes side by side
     COUNT: gl.constexpr = cfg.STAGES * COLUMNS * BOXES
     ring.acquire(use)
     slot = use % ring.STAGES
@@ -129,8 +128,8 @@ def load_tiles(k, v, use, pages, split, tile, smem, sizes, cfg: gl.constexpr):
         load_whole_pages(smem.k, use, k[1], pages, split.kv_head, sizes.rows_k, cfg)
         load_whole_pages(smem.v, use, v[1], pages, split.kv_head, sizes.rows_v, cfg)
     else:
-        load_boxes(smem.k, use, k[0], pages, split, tile, sizes.rows_k, cfg.BOXES_D, sizes, cfg)
-        load_boxes(smem.v, use, v[0], pages, split, tile, sizes.rows_v, cfg.BOXES_DV, sizes, cfg)
+        load_boxes(smem.k, use, k[0], pages, split, tile, sizes.rows_k, sizes, cfg)
+        load_boxes(smem.v, use, v[0], pages, split, tile, sizes.rows_v, sizes, cfg)
 
 
 @gluon.jit
