@@ -286,13 +286,13 @@ def again_forward(
     stored = order if stores_in_order else "bshd"
     new_out = allocator(query, (*query.shape[:-1], problem.head_dim_v), problem.out_dtype, stored)
     new_lse = allocator(query, (*batch, heads, seqlen), torch.float32)
-    shared = [functools.partial(scheduler_counter, query.device, n) for n in range(counters)]
-    new = [new_out, new_lse, new_lse if residual else None, *shared]
+    new = [new_out, new_lse, new_lse if residual else None]
 
     def copied(out: Tensor, *rest: Tensor | None) -> Results:
         return Results(in_order(out, order), *rest)
 
-    return _again(problem, given, steps, more, new, Results if stored == order else copied, scratch)
+    result = Results if stored == order else copied
+    return _again(problem, given, steps, more, new, result, scratch, counters)
 
 
 def again_backward(
@@ -307,13 +307,10 @@ def again_backward(
 
     Args:
         steps: all launches, from `given`, and dq, dk, dv, scratch, the counters and `more`.
-        scratch: shapes of tensors of 4-byte numbers that only the launches use; one allocation for all.
-        more, counters: as in `again_forward`.
+        scratch, more, counters: as in `again_forward`.
     """
-    query = given[0]
-    shared = [functools.partial(scheduler_counter, query.device, n) for n in range(counters)]
-    new_grads = [allocator(query, t.shape, problem.gradient_dtype(t.dtype)) for t in given[:3]]
-    return _again(problem, given, steps, more, [*new_grads, *shared], Gradients, scratch)
+    new_grads = [allocator(given[0], t.shape, problem.gradient_dtype(t.dtype)) for t in given[:3]]
+    return _again(problem, given, steps, more, new_grads, Gradients, scratch, counters)
 
 
 def _again(
@@ -321,16 +318,19 @@ def _again(
     given: Given,
     steps: Callable[[Given, Given], Sequence[Step]],
     more: More,
-    allocators: Sequence[Callable[[], Tensor] | None],
+    of_result: Sequence[Callable[[], Tensor] | None],
     result: Callable[..., Any],
     scratch: Sequence[tuple[int, ...]],
+    counters: int,
 ) -> Again | None:
-    """What makes tensors by `allocators`, starts the launches, and gives a result of the first three."""
+    """What allocates the three tensors of a result and all else, starts the launches, gives the result."""
+    shared = [functools.partial(scheduler_counter, given[0].device, n) for n in range(counters)]
+    allocators = [*of_result, *shared]
     sizes = [-(-4 * math.prod(shape) // SCRATCH_ALIGNMENT) * SCRATCH_ALIGNMENT for shape in scratch]
     *offsets, size = itertools.accumulate(sizes, initial=0)
     buffers = [torch.empty(shape, dtype=torch.float32, device="meta") for shape in scratch]
     if scratch:
-        allocators = [*allocators, allocator(given[0], (size // 4,), torch.float32)]
+        allocators.append(allocator(given[0], (size // 4,), torch.float32))
     made, others = [None if allocate is None else allocate() for allocate in allocators], more(given)
     tensors = (*given, *made, *others)
     places = [n for n, t in enumerate(tensors) if t is not None]
