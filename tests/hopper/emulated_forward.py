@@ -151,14 +151,14 @@ def check_watched(problem: AttentionProblem, inputs: Inputs, expected: tuple[tor
 
     What else the forward gives is as without row_max, and but for rounding as without the others.
     """
-    found = launch.forward(problem, inputs, None, "bshd", True, ("row_max",))
+    found = launch.forward(problem, inputs, "bshd", True, ("row_max",))
     assert all(map(torch.equal, found[:3], expected))
-    row_max, found = found[3], launch.forward(problem, inputs, None, "bshd", True, ("row_max", "entropy"))
+    row_max, found = found[3], launch.forward(problem, inputs, "bshd", True, ("row_max", "entropy"))
     assert torch.equal(row_max, found[3])
     assert (found[0] - expected[0]).abs().amax() <= expected[0].abs().amax() * 2**-7
     torch.testing.assert_close(found[1], expected[1], atol=1e-5, rtol=1e-5)
     for statistics in (("max_logit",), ("max_logit", "entropy")):
-        max_logit = launch.forward(problem, inputs, None, "bshd", True, statistics)[3]
+        max_logit = launch.forward(problem, inputs, "bshd", True, statistics)[3]
         torch.testing.assert_close(max_logit, largest_of_heads(row_max), atol=1e-6, rtol=1e-6)
     query, key = inputs.query, inputs.key
     exact_lse = tiled.forward(*_exact(problem, inputs))[1]
@@ -179,7 +179,7 @@ def check_extremes(problem: AttentionProblem, inputs: Inputs) -> None:
     query[0, 30, 1, 3], query[0, 200, 2], key[0, 100, 2] = math.nan, 1e30, 1e30
     inputs = inputs._replace(query=query, key=key)
     for statistics in (("max_logit",), ("max_logit", "entropy")):
-        max_logit = launch.forward(problem, inputs, None, "bshd", True, statistics)[3]
+        max_logit = launch.forward(problem, inputs, "bshd", True, statistics)[3]
         assert max_logit.isnan().tolist() == [False, True, False]
         assert max_logit.isinf().tolist() == [False, False, True]
 

@@ -84,7 +84,7 @@ class Cached:
         given = {name: value for name, value in options.items() if name != "window"}
         problem = describe(self.inputs, Options(window_left=left, window_right=right, **given))
         assert dispatch.choose(problem) == "hopper"
-        out, lse = launch.forward(problem, self.inputs, launch.forward_config(problem))
+        out, lse = launch.forward(problem, self.inputs)
         self.check(out, lse, **options)
         return out, lse
 
@@ -195,11 +195,10 @@ def test_a_prompt_in_chunks_is_the_prompt(is_paged: bool):
 def test_a_graph_replays_with_other_lengths(queries: int | list[int], page_size: int | None):
     cached = Cached(queries, (8, 2), page_size=page_size, lengths=[1500, 600, 2900, 1100, 257, 640])
     problem = describe(cached.inputs, Options(causal=True))
-    config = launch.forward_config(problem)
-    launch.forward(problem, cached.inputs, config)
+    launch.forward(problem, cached.inputs)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out, lse = launch.forward(problem, cached.inputs, config)
+        out, lse = launch.forward(problem, cached.inputs)
     for lengths in ([1500, 600, 2900, 1100, 257, 640], [0, 600, 130, 1, 257, 64], [1, 2, 3, 500, 0, 640]):
         cached.inputs.seqlens_k.copy_(torch.tensor(lengths))  # type: ignore[union-attr]
         cached.lengths = lengths

@@ -168,9 +168,8 @@ def _of_functions(
 
 
 def _watched(request: Request, problem: AttentionProblem, inputs: Inputs) -> Watched:
-    out, lse, *more = forward_launch.forward(
-        problem, inputs, None, request.order, request.residual, request.statistics
-    )
+    asked = request.order, request.residual, request.statistics
+    out, lse, *more = forward_launch.forward(problem, inputs, *asked)
     residual = more.pop(0) if request.residual else None
     found = dict(zip(request.statistics, more, strict=True))
     return Watched(Results(in_order(out, request.order), lse, residual), **found)
@@ -247,7 +246,7 @@ def _of_8_bit_pages(
 ) -> tuple[Tensor, ...]:
     from tilewise.gpu.launch.eight_bit_pages import dequantized
 
-    return forward_launch.forward(*dequantized(problem, inputs), order=order, residual=residual)
+    return forward_launch.forward(*dequantized(problem, inputs), order, residual)
 
 
 # The first that serve a problem, each with what speaks for it: times of one H200, see docs/kernels-hopper.md.
@@ -266,14 +265,7 @@ FORWARD = (
     # bound by arithmetic, so that one pass that makes 16 bits of the pages costs little
     Kernels(lambda problem: problem.is_quantized, _of_8_bit_pages, _never_again, given_to_forward),
     # of head size 128, 1.18 to 1.47 times cuDNN's speed
-    Kernels(
-        lambda problem: True,
-        lambda problem, inputs, order, residual: forward_launch.forward(
-            problem, inputs, order=order, residual=residual
-        ),
-        _again_forward,
-        given_to_forward,
-    ),
+    Kernels(lambda problem: True, forward_launch.forward, _again_forward, given_to_forward),
 )
 
 

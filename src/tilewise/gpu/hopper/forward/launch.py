@@ -45,7 +45,6 @@ MANY_ROWS = 1 << 16  # of queries: two tiles of four warpgroups for nearly each 
 def forward(
     problem: AttentionProblem,
     inputs: Inputs,
-    config: ForwardConfig | None = None,
     order: str = "bshd",
     residual: bool = False,
     statistics: Collection[str] = (),
@@ -54,7 +53,7 @@ def forward(
 
     And, if asked for, what rounding took from lse, row_max and entropy, in its shape, and max_logit (heads,).
     """
-    cfg = config or (watched_config if statistics else forward_config)(problem, *statistics)
+    cfg = (watched_config if statistics else forward_config)(problem, *statistics)
     given = ready(problem, inputs)
     query = given.query
     *batch, rows, heads, _ = query.shape
@@ -135,7 +134,7 @@ def watches(problem: AttentionProblem) -> bool:
 
 
 def forward_launch(
-    problem: AttentionProblem, tensors: Tensors, cfg: ForwardConfig, mask_strides: tuple[int, ...] = (0, 0, 0)
+    problem: AttentionProblem, tensors: Tensors, cfg: ForwardConfig, mask_strides: tuple[int, ...]
 ) -> Launch:
     from tilewise.gpu.hopper.forward.kernel import attn_fwd_kernel
 
