@@ -38,10 +38,8 @@ def dequantized(problem: AttentionProblem, inputs: Inputs) -> tuple[AttentionPro
     scales = (None if t is None else t.contiguous() for t in (inputs.key_scale, inputs.value_scale))
     tensors = (*as_integers, *scales, table.contiguous(), lengths.contiguous())
     run(_launch, problem.dtype, tensors, fresh=(key, value))  # whose dtype nothing else tells
-    problem = replace(problem, is_quantized=False, page_size=None)
-    return problem, inputs._replace(
-        key=key, value=value, page_table=None, key_scale=None, value_scale=None, seqlens_k=lengths
-    )
+    inputs = inputs._replace(key=key, value=value, page_table=None, key_scale=None, value_scale=None)
+    return replace(problem, is_quantized=False, page_size=None), inputs
 
 
 def _launch(dtype: torch.dtype, tensors: Tensors) -> Launch:
