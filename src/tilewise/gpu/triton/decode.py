@@ -27,13 +27,12 @@ from tilewise.gpu.triton.primitives import (
     exact_lse,
     exp_difference,
     let_next_kernel_start,
-    load_scores,
-    logits,
     online_softmax,
     sink_maximum,
+    tile_scores,
     wait_for_kernel_before,
 )
-from tilewise.gpu.triton.tiles import cached_rows, dot_rows, is_page, length_poison, load_rows, page_poison
+from tilewise.gpu.triton.tiles import cached_rows, is_page, length_poison, load_rows, page_poison
 
 # ---- the schedule: which tiles a worker takes
 
@@ -124,13 +123,10 @@ def decode_step(
         v_tile = load_keys(v, value_scale, entry, row, kv_head, mask_n, q[0].dtype, sizes, cfg, V)[0]
     KEYS: tl.constexpr = 0 if cfg.IS_TRANSPOSED else 1  # the axis of a score tile that has them
     i, j = tl.expand_dims(i, KEYS), tl.expand_dims(offs_n, 1 - KEYS)
-    bias = load_scores(extras.bias, i, j, seq, True)
-    mask = load_scores(extras.mask, i, j, seq, True)
     if cfg.IS_TRANSPOSED:
-        s = dot_rows(k_tile, q, cfg)  # [BLOCK_N, BLOCK_M]
+        s = tile_scores(k_tile, q, i, j, seq, extras, sizes, factors, cfg, True)  # [BLOCK_N, BLOCK_M]
     else:
-        s = dot_rows(q, k_tile, cfg)  # [BLOCK_M, BLOCK_N]
-    s, _, _, _ = logits(s, i, j, seq, extras, sizes, factors, cfg, True, bias, mask)
+        s = tile_scores(q, k_tile, i, j, seq, extras, sizes, factors, cfg, True)  # [BLOCK_M, BLOCK_N]
     p, correction, m, l = online_softmax(s, m, l, factors, cfg, KEYS)
     acc = acc * tl.expand_dims(correction, KEYS)
     p = p.to(v_tile.dtype)

@@ -22,15 +22,13 @@ from tilewise.gpu.triton.loops import key_regions, tile_loops, tile_start
 from tilewise.gpu.triton.primitives import (
     exact_lse,
     keep_tile,
-    load_scores,
-    logits,
     online_softmax,
     sink_maximum,
     stat_start,
+    tile_scores,
 )
 from tilewise.gpu.triton.tiles import (
     add_weighted_rows,
-    dot_rows,
     length_poison,
     load_keys,
     load_tile,
@@ -106,10 +104,7 @@ def forward_step(
     k_tile = load_keys(k, j0, k_start, seq, ragged, sizes, cfg, QK, IS_EDGE)
     i = (i0 + tl.arange(0, cfg.BLOCK_M))[:, None]
     j = (j0 + tl.arange(0, cfg.BLOCK_N))[None, :]
-    bias = load_scores(extras.bias, i, j, seq, IS_EDGE)
-    mask = load_scores(extras.mask, i, j, seq, IS_EDGE)
-    s = dot_rows(q_tile, k_tile, cfg)  # [BLOCK_M, BLOCK_N]
-    s, _, _, _ = logits(s, i, j, seq, extras, sizes, factors, cfg, IS_EDGE, bias, mask)
+    s = tile_scores(q_tile, k_tile, i, j, seq, extras, sizes, factors, cfg, IS_EDGE)  # [BLOCK_M, BLOCK_N]
     p, correction, m, l = online_softmax(s, m, l, factors, cfg, 1)
     if extras.dropout_seed is not None:
         p = tl.where(keep_tile(i0, j0, seq, extras, sizes, cfg), p, 0.0)

@@ -22,6 +22,7 @@ from tilewise.core.dropout import ROUNDS
 from tilewise.gpu.functions.operations import poisoned, tanh
 from tilewise.gpu.launch.exact import LOG2E, shift_and_low, two_product, two_sum
 from tilewise.gpu.triton.arguments import STAT_ROWS
+from tilewise.gpu.triton.tiles import dot_rows
 
 STAT_BLOCK = tl.constexpr(STAT_ROWS)
 DROPOUT_ROUNDS = tl.constexpr(ROUNDS)
@@ -169,6 +170,15 @@ def logits(s, i, j, seq, extras, sizes, factors, cfg: tl.constexpr, IS_EDGE: tl.
     if cfg.IS_GUARDED and cfg.SCORE is not None:
         s = poisoned(s, wrong, i, seq, extras.captured)
     return s, t, slope_of_score, before
+
+
+@triton.jit
+def tile_scores(a, b, i, j, seq, extras, sizes, factors, cfg: tl.constexpr, IS_EDGE: tl.constexpr):
+    """Scores of every row of tile a and every row of tile b, with all options; i and j: their positions."""
+    bias = load_scores(extras.bias, i, j, seq, IS_EDGE)
+    mask = load_scores(extras.mask, i, j, seq, IS_EDGE)
+    s, _, _, _ = logits(dot_rows(a, b, cfg), i, j, seq, extras, sizes, factors, cfg, IS_EDGE, bias, mask)
+    return s
 
 
 @triton.jit

@@ -7,8 +7,7 @@ import triton.language as tl
 
 from tilewise.gpu.launch.entry import entry
 from tilewise.gpu.triton.arguments import Extras, Sequence, Sizes, Source
-from tilewise.gpu.triton.primitives import exponentials, load_lse, softmax_stats, stat_start
-from tilewise.gpu.triton.statistics.kernels import tile_scores
+from tilewise.gpu.triton.primitives import exponentials, load_lse, softmax_stats, stat_start, tile_scores
 from tilewise.gpu.triton.tiles import load_keys, load_tile, row_base, sequence_rows
 
 

@@ -23,16 +23,14 @@ from tilewise.gpu.triton.primitives import (
     LN2,
     exponentials,
     load_lse,
-    load_scores,
     log2_unit,
-    logits,
     scale_of,
     sink_weight,
     softmax_stats,
     stat_start,
+    tile_scores,
 )
 from tilewise.gpu.triton.tiles import (
-    dot_rows,
     load_keys,
     load_source,
     load_tile,
@@ -42,17 +40,6 @@ from tilewise.gpu.triton.tiles import (
     row_base,
     sequence_rows,
 )
-
-
-@triton.jit
-def tile_scores(
-    a, b, i, j, seq, extras, sizes, factors, cfg: tl.constexpr, IS_EDGE: tl.constexpr
-):  # fmt: skip
-    """Scores of every row of tile a and every row of tile b, with all options; i and j: their positions."""
-    bias = load_scores(extras.bias, i, j, seq, IS_EDGE)
-    mask = load_scores(extras.mask, i, j, seq, IS_EDGE)
-    s, _, _, _ = logits(dot_rows(a, b, cfg), i, j, seq, extras, sizes, factors, cfg, IS_EDGE, bias, mask)
-    return s
 
 
 @entry(triton.jit)

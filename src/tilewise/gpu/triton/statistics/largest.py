@@ -20,9 +20,9 @@ from tilewise.gpu.triton.primitives import (
     sink_weight,
     softmax_stats,
     stat_start,
+    tile_scores,
     wait_for_kernel_before,
 )
-from tilewise.gpu.triton.statistics.kernels import tile_scores
 from tilewise.gpu.triton.tiles import load_keys, load_tile, query_tile, row_base
 
 BEYOND = tl.constexpr((1 << 31) - 1)  # a key or column that there is none of
