@@ -32,8 +32,8 @@ class DecodeConfig(KernelConfig):
     BOX_WIDTH: int
     HAS_SCALES: bool = False  # 8-bit pages
     READERS: int = 1  # consumers of each tile: of 8-bit pages both, for 16 rows each, if there are more
-    WHOLE_PAGES: bool  # a page that is full takes one TMA copy, whatever the boxes
-    PAGE_LANES: int  # page numbers that a load warp reads at once: PAGES, or 32, which are summed faster
+    WHOLE_PAGES: bool = False  # a page that is full takes one TMA copy, whatever the boxes
+    PAGE_LANES: int = 1  # page numbers that a load warp reads at once: PAGES, or 32, which are summed faster
     MERGE_ROWS: int
     MERGE_SPLITS: int  # held at a time by a merging program
     MERGE_COLUMNS: int

@@ -305,27 +305,33 @@ def decode_config(problem: AttentionProblem) -> DecodeConfig:
         STAGES=2 if is_short else STAGES,
         CONSUMER_REGISTERS=consumer_registers,
         PRODUCER_REGISTERS=3 * REGISTERS - 2 * consumer_registers,
-        HEAD_DIM=problem.head_dim,
-        HEAD_DIM_V=problem.head_dim_v,
         BLOCK_D=block_d,
         BLOCK_DV=block_dv,
-        BLOCK_B=power_of_two(problem.batch),
-        START_UNITS=START_UNITS if problem.batch > 1 else 0,
-        PACK=pack,
-        ROWS=rows,
-        HAS_ROW_TILES=problem.seqlen_q > rows // pack,
         BOX_ROWS=box_rows,
         WHOLE_PAGES=whole_pages,
         PAGE_LANES=32 if whole_pages and is_short else -(-block_n // (page_size or block_n)),
         BOX_WIDTH=block_d if block_d == block_dv and has_whole_rows else 64,
         HAS_SCALES=problem.is_quantized,
         READERS=2 if problem.is_quantized and rows > MOST_8_BIT_ROWS // 2 else 1,
-        HAS_SINKS=problem.has_sinks,
         MERGE_ROWS=merge_rows,
         MERGE_SPLITS=merge_splits,
         MERGE_COLUMNS=block_dv,
-        **host.options(problem),
+        **options(problem, pack, rows),
     )
+
+
+def options(problem: AttentionProblem, pack: int, rows: int) -> dict[str, Any]:
+    """Of a `DecodeConfig` what follows from a call and its tiles of rows."""
+    return {
+        "HEAD_DIM": problem.head_dim,
+        "HEAD_DIM_V": problem.head_dim_v,
+        "BLOCK_B": power_of_two(problem.batch),
+        "START_UNITS": START_UNITS if problem.batch > 1 else 0,
+        "PACK": pack,
+        "ROWS": rows,
+        "HAS_ROW_TILES": problem.seqlen_q > rows // pack,
+        "HAS_SINKS": problem.has_sinks,
+    } | host.options(problem)
 
 
 def block_dim(head_dim: int) -> int:
