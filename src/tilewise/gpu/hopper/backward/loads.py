@@ -28,7 +28,7 @@ from tilewise.gpu.hopper.common.compat import (
     mbarrier,
     wait_for_previous_kernel,
 )
-from tilewise.gpu.hopper.common.key_loads import coords
+from tilewise.gpu.hopper.common.key_loads import keys_at, queries_at
 from tilewise.gpu.hopper.common.products import store_wide
 from tilewise.gpu.hopper.common.scheduler import make_work_ring, send, send_end
 from tilewise.gpu.hopper.mask.steps import head_and_tile, step_entry, walk_of
@@ -168,7 +168,7 @@ def load_queries(state, head, tile, q_desc, do_desc, stats_desc, work, ch, sizes
     slot = query_slot(state)
     bar_full, state = acquire_slot(state, slot, ch)
     mbarrier.expect(bar_full, 2 * q_desc.block_type.nbytes + stats_desc.block_type.nbytes)
-    row_coords = coords(work.start_q, work.seqlen_q, tile * cfg.BLOCK_M, head, work.batch, cfg.IS_PACKED)
+    row_coords = queries_at(tile * cfg.BLOCK_M, head, work, cfg)
     load_tile(q_desc, row_coords, bar_full, query_buffer(ch, slot, 0))
     scratch = scratch_tile(work, head, tile, sizes, cfg)
     load_tile(stats_desc, [scratch, 0], bar_full, ch.stats.index(slot))
@@ -191,8 +191,7 @@ def load_keys(state, k_desc, work, ch, cfg: gl.constexpr):
 @gluon.jit
 def key_coords(w, work, cfg: gl.constexpr):
     """TMA coordinates of the keys of warpgroup w."""
-    row = work.row + w * 64
-    return coords(work.start_k, work.seqlen_k, row, work.head, work.batch, cfg.IS_PACKED)
+    return keys_at(work.row + w * 64, work.head, work, cfg)
 
 
 @gluon.jit

@@ -36,7 +36,7 @@ from tilewise.gpu.hopper.common.compat import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from tilewise.gpu.hopper.common.key_loads import coords
+from tilewise.gpu.hopper.common.key_loads import queries_at
 from tilewise.gpu.hopper.common.layouts import accumulator_layout, operand_layout
 from tilewise.gpu.hopper.common.products import accumulate_chunks, await_chunks, product, scaled, zero_chunks
 from tilewise.gpu.hopper.common.scheduler import (
@@ -82,8 +82,7 @@ def load_role(q_desc, k_desc, v_desc, do_desc, stats_desc, counter, ch, sizes, p
         tile = tiles.begin
         head = work.head * sizes.group_size
         for step in range(tiles.count() * sizes.group_size):
-            row = tile * cfg.BLOCK_M
-            row_coords = coords(work.start_q, work.seqlen_q, row, head, work.batch, cfg.IS_PACKED)
+            row_coords = queries_at(tile * cfg.BLOCK_M, head, work, cfg)
             ch.q.load(use, q_desc, row_coords, cfg.D_CHUNKS, MORE_BYTES)
             scratch, slot = scratch_tile(work, head, tile, sizes, cfg), use % cfg.STAGES
             bar_q = ch.q.full.index(slot)

@@ -36,7 +36,7 @@ from tilewise.gpu.hopper.common.compat import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from tilewise.gpu.hopper.common.key_loads import coords
+from tilewise.gpu.hopper.common.key_loads import keys_at, queries_at
 from tilewise.gpu.hopper.common.layouts import accumulator_layout, operand_layout
 from tilewise.gpu.hopper.common.products import (
     accumulate_chunks,
@@ -85,14 +85,13 @@ def load_role(q_desc, k_desc, v_desc, do_desc, stats_desc, counter, ch, sizes, p
     while index < num_work_tiles:
         work = locate_keys(index, sizes, packing, cfg)
         send(ch.work, work_use, work)
-        k_coords = coords(work.start_k, work.seqlen_k, work.row, work.head, work.batch, cfg.IS_PACKED)
+        k_coords = keys_at(work.row, work.head, work, cfg)
         ch.k.load(work_use, k_desc, k_coords, cfg.D_CHUNKS)
         tiles = query_tiles(work.row, cfg.BLOCK_N, work, sizes, cfg)
         tile = tiles.begin
         head = work.head * sizes.group_size
         for step in range(tiles.count() * sizes.group_size):
-            row = tile * cfg.BLOCK_M
-            row_coords = coords(work.start_q, work.seqlen_q, row, head, work.batch, cfg.IS_PACKED)
+            row_coords = queries_at(tile * cfg.BLOCK_M, head, work, cfg)
             ch.q.load(use, q_desc, row_coords, cfg.D_CHUNKS, stats_desc.block_type.nbytes)
             scratch, slot = scratch_tile(work, head, tile, sizes, cfg), use % cfg.STAGES
             load_tile(stats_desc, [scratch, 0], ch.q.full.index(slot), ch.stats.index(slot))
@@ -232,7 +231,7 @@ def store_keys(chunks, desc, smem, work, cfg: gl.constexpr):
     slices = chunks
     if chunks[0].shape[1] > WIDTH:
         slices = chunks[0].reshape([64, 2, WIDTH]).permute([0, 2, 1]).split()
-    row_coords = coords(work.start_k, work.seqlen_k, work.row, work.head, work.batch, cfg.IS_PACKED)
+    row_coords = keys_at(work.row, work.head, work, cfg)
     for i in gl.static_range(len(slices)):  # one after the other, all through the same tile
         tile.reshape([64, WIDTH]).store(slices[i].to(desc.dtype))
         fence_async_shared()  # the stores above are visible to the TMA copy

@@ -24,7 +24,7 @@ from tilewise.gpu.hopper.common.compat import (
     wait_for_stores,
     warpgroup_mma_wait,
 )
-from tilewise.gpu.hopper.common.key_loads import coords
+from tilewise.gpu.hopper.common.key_loads import keys_at, queries_at
 from tilewise.gpu.hopper.common.layouts import operand_layout, row_layout
 from tilewise.gpu.hopper.common.products import (
     accumulate_chunks,
@@ -85,15 +85,13 @@ def load_role(q_desc, k_desc, v_desc, do_desc, counter, ch, sizes, packing, cfg:
         work = locate_queries(index, sizes, packing, cfg)
         send(ch.work, work_use, work)
         for w in gl.static_range(2):
-            row = work.row + w * 64
-            row_coords = coords(work.start_q, work.seqlen_q, row, work.head, work.batch, cfg.IS_PACKED)
+            row_coords = queries_at(work.row + w * 64, work.head, work, cfg)
             ch.q.load(work_use * 2 + w, q_desc, row_coords, cfg.D_CHUNKS)
             ch.do.load(work_use * 2 + w, do_desc, row_coords, 1)
         tiles = key_tiles(work.row, 128, work, sizes, cfg)
         head = work.head // sizes.group_size
         for j in range(tiles.begin, tiles.end):
-            row = j * cfg.BLOCK_N
-            row_coords = coords(work.start_k, work.seqlen_k, row, head, work.batch, cfg.IS_PACKED)
+            row_coords = keys_at(j * cfg.BLOCK_N, head, work, cfg)
             ch.k.load(use, k_desc, row_coords, cfg.D_CHUNKS)
             ch.v.load(use, v_desc, row_coords, 1)
             use += 1
@@ -166,7 +164,7 @@ def query_role(W: gl.constexpr, dq_desc, stats, ch, sizes, factors, cfg: gl.cons
                     cfg.WIDE_COLUMNS,
                 )  # fmt: skip
         else:
-            row_coords = coords(work.start_q, work.seqlen_q, row, work.head, work.batch, cfg.IS_PACKED)
+            row_coords = queries_at(row, work.head, work, cfg)
             store_chunks(dq, dq_desc, ch.q.tiles, own_use % 2 * cfg.D_CHUNKS, row_coords)
             wait_for_stores(0)  # the tiles have been read
         ch.q.release(own_use)

@@ -26,6 +26,18 @@ def coords(start, length, row, head, batch, IS_PACKED: gl.constexpr, bound=1 << 
 
 
 @gluon.jit
+def queries_at(row, head, work, cfg: gl.constexpr):
+    """`coords` of queries from `row` on, of the sequence of a work tile."""
+    return coords(work.start_q, work.seqlen_q, row, head, work.batch, cfg.IS_PACKED)
+
+
+@gluon.jit
+def keys_at(row, head, work, cfg: gl.constexpr):
+    """Those of keys."""
+    return coords(work.start_k, work.seqlen_k, row, head, work.batch, cfg.IS_PACKED)
+
+
+@gluon.jit
 def make_key_ring(desc, WIDTH: gl.constexpr, CHUNKS: gl.constexpr, cfg: gl.constexpr):
     """A ring of tiles [BLOCK_N, WIDTH], CHUNKS of them side by side."""
     if cfg.BOXES == 1:
@@ -61,7 +73,7 @@ def key_coords(j, pages, work, head, sizes, cfg: gl.constexpr):
             pages = page_or_zero(pages, sizes)
         found = (tile_origin(work, cfg) + j * cfg.BLOCK_N, pages)
     else:
-        found = coords(work.start_k, work.seqlen_k, j * cfg.BLOCK_N, head, work.batch, cfg.IS_PACKED)
+        found = keys_at(j * cfg.BLOCK_N, head, work, cfg)
     return found
 
 

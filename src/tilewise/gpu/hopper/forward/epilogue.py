@@ -1,7 +1,7 @@
 """The end of the forward: whether a work tile has failed, and storing O and lse."""
 
 from tilewise.gpu.hopper.common.compat import fence_async_shared, gl, gluon, store_tile
-from tilewise.gpu.hopper.common.key_loads import coords
+from tilewise.gpu.hopper.common.key_loads import queries_at
 from tilewise.gpu.hopper.common.layouts import row_layout
 from tilewise.gpu.hopper.common.products import beside, rescaled, store_wide
 from tilewise.gpu.hopper.common.softmax import (
@@ -132,4 +132,4 @@ def store_lse(m, l, row, work, targets, sinks, sizes, factors, cfg: gl.constexpr
 def store_staged(o_desc, smem_o, row, work, cfg: gl.constexpr):
     """Start the TMA copy of a tile of O from its staging buffer, which all threads have just stored."""
     fence_async_shared()  # the stores are visible to the TMA copy below
-    store_tile(o_desc, coords(work.start_q, work.seqlen_q, row, work.head, work.batch, cfg.IS_PACKED), smem_o)
+    store_tile(o_desc, queries_at(row, work.head, work, cfg), smem_o)

@@ -6,7 +6,7 @@ the last but one again before a new one.
 
 from tilewise.gpu.hopper.common.channel import Ring
 from tilewise.gpu.hopper.common.compat import aggregate, gl, gluon
-from tilewise.gpu.hopper.common.key_loads import coords, key_coords, load_keys, read_pages
+from tilewise.gpu.hopper.common.key_loads import key_coords, load_keys, queries_at, read_pages
 from tilewise.gpu.hopper.common.ranges import key_tiles
 from tilewise.gpu.hopper.common.scheduler import (
     count_work_tiles,
@@ -56,8 +56,7 @@ def load_role(q_desc, k_desc, v_desc, rings, counter, sizes, packing, cache, mas
         load_keys(rings.k, use, k_desc, k_coords, work, head_k, sizes.rows_k, cfg.D_CHUNKS, cfg)
         send(rings.work, work_use, work, is_exact)
         for w in gl.static_range(WARPGROUPS):
-            row = work.row + w * ROWS
-            q_coords = coords(work.start_q, work.seqlen_q, row, work.head, work.batch, cfg.IS_PACKED)
+            q_coords = queries_at(work.row + w * ROWS, work.head, work, cfg)
             rings.q.load(work_use * WARPGROUPS + w, q_desc, q_coords, cfg.D_CHUNKS)
         while left > 0:
             v_coords = k_coords

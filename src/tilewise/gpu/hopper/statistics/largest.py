@@ -24,7 +24,7 @@ from tilewise.gpu.hopper.common.compat import (
     wait_for_previous_kernel,
     warpgroup_mma_wait,
 )
-from tilewise.gpu.hopper.common.key_loads import coords
+from tilewise.gpu.hopper.common.key_loads import keys_at, queries_at
 from tilewise.gpu.hopper.common.layouts import accumulator_layout, along, pair_layout
 from tilewise.gpu.hopper.common.products import awaited_product
 from tilewise.gpu.hopper.common.ranges import hide, key_tiles
@@ -68,12 +68,11 @@ def load_role(q_desc, k_desc, counter, rings, sizes, packing, cfg: gl.constexpr)
         tiles = key_tiles(work.row, cfg.BLOCK_M, work, sizes, cfg)
         head_k = work.head // sizes.group_size
         for w in gl.static_range(WARPGROUPS):
-            at = coords(work.start_q, work.seqlen_q, work.row + w * 64, work.head, work.batch, cfg.IS_PACKED)
+            at = queries_at(work.row + w * 64, work.head, work, cfg)
             rings.q.load(WARPGROUPS * work_use + w, q_desc, at, cfg.D_CHUNKS)
         for n in range(2 * (tiles.end - tiles.begin)):
             tile = gl.where(n < tiles.end - tiles.begin, n + tiles.begin, n + 2 * tiles.begin - tiles.end)
-            at = coords(work.start_k, work.seqlen_k, tile * cfg.BLOCK_N, head_k, work.batch, cfg.IS_PACKED)
-            rings.k.load(use, k_desc, at, cfg.D_CHUNKS)
+            rings.k.load(use, k_desc, keys_at(tile * cfg.BLOCK_N, head_k, work, cfg), cfg.D_CHUNKS)
             use += 1
         index = next_work(fetch_add(counter))
         work_use += 1

@@ -22,7 +22,7 @@ from tilewise.gpu.hopper.common.compat import (
     wait_for_previous_kernel,
     warpgroup_mma_wait,
 )
-from tilewise.gpu.hopper.common.key_loads import coords
+from tilewise.gpu.hopper.common.key_loads import keys_at, queries_at
 from tilewise.gpu.hopper.common.layouts import accumulator_layout, partial_layout
 from tilewise.gpu.hopper.common.products import awaited_product
 from tilewise.gpu.hopper.common.scheduler import (
@@ -64,11 +64,10 @@ def load_role(q_desc, k_desc, counter, rings, sizes, packing, cfg: gl.constexpr)
         tiles = query_tiles(work.row, cfg.BLOCK_N, work, sizes, cfg)
         head_k = work.head // sizes.group_size
         for w in gl.static_range(WARPGROUPS):
-            at = coords(work.start_k, work.seqlen_k, work.row + w * 64, head_k, work.batch, cfg.IS_PACKED)
+            at = keys_at(work.row + w * 64, head_k, work, cfg)
             rings.k.load(WARPGROUPS * work_use + w, k_desc, at, cfg.D_CHUNKS)
         for tile in range(tiles.begin, tiles.end):
-            at = coords(work.start_q, work.seqlen_q, tile * cfg.BLOCK_M, work.head, work.batch, cfg.IS_PACKED)
-            rings.q.load(use, q_desc, at, cfg.D_CHUNKS)
+            rings.q.load(use, q_desc, queries_at(tile * cfg.BLOCK_M, work.head, work, cfg), cfg.D_CHUNKS)
             use += 1
         index = next_work(fetch_add(counter))
         work_use += 1
