@@ -61,7 +61,7 @@ def weights(
     if cfg.SCORE is not None:
         query = staggered(at.number, at.tiles, at.spread, cfg) * cfg.BLOCK_M
         shift_unit, unit = extras.score_unit, LOG2_E
-        x, of_score, _ = scored(x * shift_unit, key, query, True, work.batch, at.head, work, extras, cfg)
+        x, of_score, _ = scored(x * shift_unit, key, query, True, at.head, work, extras, cfg)
         derivative = derivative * of_score
         if query + cfg.BLOCK_M > work.seqlen_q:  # rows that do not exist: of 0 it may be anything
             exists = query + gl.arange(0, cfg.BLOCK_M, columns) < work.seqlen_q
@@ -81,7 +81,7 @@ def weights(
         if at.has_hidden != 0:
             if cfg.MASK is not None:
                 query = staggered(at.number, at.tiles, at.spread, cfg) * cfg.BLOCK_M
-                x = hide_by_function(x, key, query, True, work.batch, at.head, work, extras, cfg)
+                x = hide_by_function(x, key, query, True, at.head, work, extras, cfg)
             else:
                 x = hide_by_bits(x, at.words)
     p = exp2(x)

@@ -107,35 +107,34 @@ def positions(x, row, column, is_transposed: gl.constexpr):
 
 @gluon.jit
 def hide_by_function(
-    x, row, column, is_transposed: gl.constexpr, batch, head, work, extras, cfg: gl.constexpr,
-    hidden=float("-inf"),
+    x, row, column, is_transposed: gl.constexpr, head, work, extras, cfg: gl.constexpr, hidden=float("-inf")
 ):  # fmt: skip
     """x [64, N] with `hidden` where the inlined mask function hides a key; the rest as in `positions`."""
     queries, keys = positions(x, row, column, is_transposed)
-    place = Place(batch, head, work.seqlen_q, work.seqlen_k)
+    place = Place(work.batch, head, work.seqlen_q, work.seqlen_k)
     visible, _ = cfg.MASK(queries, keys, place, extras.captured)
     return gl.where(visible, x, hidden)
 
 
 @gluon.jit
-def scored(x, row, column, is_transposed: gl.constexpr, batch, head, work, extras, cfg: gl.constexpr):
+def scored(x, row, column, is_transposed: gl.constexpr, head, work, extras, cfg: gl.constexpr):
     """What the inlined score function makes of scaled scores x [64, N]; the rest as in `positions`.
 
     Returns (scores, their derivative by x, where an index into a captured tensor is out of range).
     """
     queries, keys = positions(x, row, column, is_transposed)
-    place = Place(batch, head, work.seqlen_q, work.seqlen_k)
+    place = Place(work.batch, head, work.seqlen_q, work.seqlen_k)
     return cfg.SCORE(x, queries, keys, place, extras.captured)
 
 
 @gluon.jit
-def poisoned_scores(s, row, column, batch, head, work, extras, cfg: gl.constexpr):
+def poisoned_scores(s, row, column, work, extras, cfg: gl.constexpr):
     """Scores, hidden or not, with NaN for each visible one whose index is wrong: in a branch that is rare.
 
     No index depends on the score, so it is found again from scores that are changed and masked.
     """
     queries, _ = positions(s, row, column, False)
-    _, _, wrong = scored(s, row, column, False, batch, head, work, extras, cfg)
+    _, _, wrong = scored(s, row, column, False, work.head, work, extras, cfg)
     return poisoned(s, wrong, queries, work, extras.captured)
 
 

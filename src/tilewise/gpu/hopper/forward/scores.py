@@ -55,7 +55,7 @@ def softmax_step(
     if cfg.SCORE is not None:
         if not cfg.HAS_SOFTCAP:
             s = s * extras.score_unit
-        s, _, wrong = scored(s, row, j * cfg.BLOCK_N, False, work.batch, work.head, work, extras, cfg)
+        s, _, wrong = scored(s, row, j * cfg.BLOCK_N, False, work.head, work, extras, cfg)
     is_steady = (left < tiles.num_steady) & (follows == 0)
     if cfg.HAS_MASK:
         is_steady = (has_seen != 0) & (follows == 0)
@@ -67,13 +67,12 @@ def softmax_step(
         s = mask_left(s, j, row, work, sizes, cfg, hidden)
     if cfg.HAS_MASK and is_partial(W, entry):
         if cfg.MASK is not None:
-            column = j * cfg.BLOCK_N
-            s = hide_by_function(s, row, column, False, work.batch, work.head, work, extras, cfg, hidden)
+            s = hide_by_function(s, row, j * cfg.BLOCK_N, False, work.head, work, extras, cfg, hidden)
         else:
             s = hide_by_bits(s, words, hidden)
     if cfg.IS_GUARDED:  # noqa: SIM102 - a branch of the kernel, in one of the compiler
         if gl.max(gl.max(wrong.to(gl.int32), 1), 0) != 0:
-            s = poisoned_scores(s, row, j * cfg.BLOCK_N, work.batch, work.head, work, extras, cfg)
+            s = poisoned_scores(s, row, j * cfg.BLOCK_N, work, extras, cfg)
     alpha = gl.full([64], 1.0, gl.float32, row_layout(cfg.BLOCK_N))
     start = row - work.seqlen_q + work.seqlen_k - j * cfg.BLOCK_N  # from the first key to the first query
     if is_steady:  # never with a bias or a function: see `FOLLOWS`
