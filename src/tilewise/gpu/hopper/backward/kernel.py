@@ -240,9 +240,8 @@ def mma_role(
                     next_head, next_tile, spread, entry, tiles, key, work, seed, extras, sizes, cfg
                 )
             dv, dq = warpgroup_mma_wait(1, deps=(dv, dq))  # dK still runs
-            named_barrier_sync(
-                DQ_EMPTY + W, use
-            )  # the last dQ has been read. As late as can be: TMA is slow at that
+            # the last dQ has been read. As late as can be: TMA is slow at that
+            named_barrier_sync(DQ_EMPTY + W, use)
             stage_dq(W, dq, zero, ch)
             dk = warpgroup_mma_wait(0, deps=(dk,))
             head, tile = next_queries(head, tile, tiles, work, sizes, cfg)

@@ -56,10 +56,7 @@ def backward(
     new = (dq, dk, dv, *scratch, host.scheduler_counter(query.device))
     mask = map_of(problem, inputs, cfg)
     run_steps(problem, steps(cfg, division, given, new, optional, mask))
-    dsinks = (
-        None if inputs.sinks is None else sinks_gradient(problem, inputs.sinks, scratch[0], scratch[1], cfg)
-    )
-    return Gradients(dq, dk, dv, None, dsinks)
+    return Gradients(dq, dk, dv, None, sinks_gradient(problem, inputs.sinks, scratch[0], scratch[1], cfg))
 
 
 def new_gradients(problem: AttentionProblem, inputs: Inputs) -> list[Tensor]:
@@ -80,9 +77,9 @@ def ready_tensors(
 
 def map_of(problem: AttentionProblem, inputs: Inputs, cfg: BackwardConfig) -> TransposedMap:
     """The map of a call's mask, or of none."""
-    return (
-        transposed_map(problem, source_of(problem, inputs), cfg.BLOCK_M) if cfg.HAS_MASK else TransposedMap()
-    )
+    if not cfg.HAS_MASK:
+        return TransposedMap()
+    return transposed_map(problem, source_of(problem, inputs), cfg.BLOCK_M)
 
 
 def steps(
@@ -219,12 +216,10 @@ def divide(problem: AttentionProblem, cfg: BackwardConfig, sms: int) -> Division
     # In steps, as measured: a unit stores twice. Splits are stored and read in float32. The idle SMs of the
     # last wave would have converted that much of dQ.
     cost = 1 + (units + shared) * cfg.BLOCK_D / 8192 + query_bh(problem) * query_tiles / 300
+    if steps - unit <= cost:
+        return Division(tiles)
     whole = tiles - shared
-    return (
-        Division(whole + units, shared, units + shared, whole, unit)
-        if steps - unit > cost
-        else Division(tiles)
-    )
+    return Division(whole + units, shared, units + shared, whole, unit)
 
 
 def divide_causal(problem: AttentionProblem, cfg: BackwardConfig, sms: int) -> Division:
@@ -382,9 +377,11 @@ def score_factors(problem: AttentionProblem) -> ScoreFactors:
 
 
 def sinks_gradient(
-    problem: AttentionProblem, sinks: Tensor, stats: Tensor, shifts: Tensor | None, cfg: Config
-) -> Tensor:
+    problem: AttentionProblem, sinks: Tensor | None, stats: Tensor, shifts: Tensor | None, cfg: Config
+) -> Tensor | None:
     """-sum of p_sink * delta over all rows of a head; rows that do not exist have lse = +inf."""
+    if sinks is None:
+        return None
     bh = query_bh(problem)
     stats = stats.view(-1, problem.num_heads, stats.shape[0] // bh, cfg.STATS, cfg.BLOCK_M)
     lse_log2, delta, *rest = stats.unbind(3)

@@ -60,9 +60,8 @@ class Channels:
     v: Ring  # [64, BLOCK_DV] x 2, likewise
     q: Ring  # [BLOCK_M, D_CHUNK] x CHUNKS; `do` and `stats` arrive on the same barrier
     do: gl.shared_memory_descriptor  # [1, BLOCK_M, 1, BLOCK_DV] or packed [1, 1, ...] beside each q
-    stats: (
-        gl.shared_memory_descriptor
-    )  # [1, 4 * BLOCK_M] float32 beside each q: lse in log2 units, delta, shift
+    # [1, 4 * BLOCK_M] float32 beside each q: lse in log2 units, delta, shift
+    stats: gl.shared_memory_descriptor
 
 
 @gluon.jit

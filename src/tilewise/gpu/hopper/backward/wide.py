@@ -68,9 +68,8 @@ class Channels:
     k: Ring  # [64, D_CHUNK] x CHUNKS
     v: Ring  # [64, BLOCK_DV]
     weight: Ring  # [64, BLOCK_M]: P^T, from one warpgroup to the other
-    stats: (
-        gl.shared_memory_descriptor
-    )  # [1, 4 * BLOCK_M] float32 beside each q: lse in log2 units, delta, shift
+    # [1, 4 * BLOCK_M] float32 beside each q: lse in log2 units, delta, shift
+    stats: gl.shared_memory_descriptor
 
 
 @gluon.jit

@@ -41,8 +41,7 @@ def backward(
     new = (dq, dk, dv, stats, *(host.scheduler_counter(query.device, n) for n in range(2)))
     ordered = [t for offsets in inputs[3:5] for t in host.new_order(problem, offsets)]
     run_steps(problem, steps(cfg, given, new, (*optional, *ordered)))
-    dsinks = None if inputs.sinks is None else sinks_gradient(problem, inputs.sinks, stats, None, cfg)
-    return Gradients(dq, dk, dv, None, dsinks)
+    return Gradients(dq, dk, dv, None, sinks_gradient(problem, inputs.sinks, stats, None, cfg))
 
 
 def steps(

@@ -57,9 +57,8 @@ def distances(s, tile, first, split, cfg: gl.constexpr):
 def hide_of_warps(s, tile, first, split, sizes, cfg: gl.constexpr):
     """`hide` for rows and keys as warps have them."""
     distance = distances(s, tile, first, split, cfg)
-    to_end = (
-        row_numbers(first, gl.SliceLayout(1, s.type.layout), cfg) // cfg.PACK + split.row - split.seqlen_q
-    )
+    rows = row_numbers(first, gl.SliceLayout(1, s.type.layout), cfg)
+    to_end = rows // cfg.PACK + split.row - split.seqlen_q
     is_visible = distance > to_end[:, None]
     if cfg.HIDES_PADDING:
         is_visible = is_visible & (distance <= (to_end + split.seqlen_k - hidden_rows(split, cfg))[:, None])

@@ -138,9 +138,8 @@ def number_of(numbers, b, cfg: gl.constexpr, NUM_WARPS: gl.constexpr):
 def tile_of(segment, sizes, cfg: gl.constexpr):
     """(key head or block of query heads, tile of rows) of a segment."""
     block = segment
-    tile = gl.minimum(
-        segment, 0
-    )  # with a plain 0 the compiler keeps the offsets of all rows in registers, and some spill
+    # with a plain 0 the compiler keeps the offsets of all rows in registers, and some spill
+    tile = gl.minimum(segment, 0)
     if cfg.HAS_ROW_TILES:
         block = quotient(segment, sizes.row_tiles)
         tile = segment - block * sizes.row_tiles
