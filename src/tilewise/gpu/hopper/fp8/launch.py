@@ -45,23 +45,15 @@ def forward(problem: AttentionProblem, inputs: Inputs) -> tuple[Tensor, Tensor]:
 def round_tensor(problem: AttentionProblem, kind: str, t: Tensor, cu_seqlens: Tensor | None) -> Quantized:
     """A 16-bit tensor in blocks; a query or key is rotated."""
     t = rows_dense(t)
-    is_value = kind == "value"
-    blocks = _empty_blocks(t, cu_seqlens, fp8.FP8 if is_value else fp8.OPERANDS[problem.precision], is_value)
-    matrix = None if is_value else _matrix(fp8.padded_dim(t.shape[-1]), t.dtype, t.device)
-    run(_quantize_launch, problem, (t, matrix, cu_seqlens), kind, fresh=blocks)
-    return Quantized(*blocks, tuple(t.shape), t.dtype, kind, not is_value, cu_seqlens)
-
-
-def _empty_blocks(
-    t: Tensor, cu_seqlens: Tensor | None, dtype: torch.dtype, is_value: bool
-) -> tuple[Tensor, Tensor]:
-    """Blocks, of V transposed, and their factors: see `core.quantized.Quantized`."""
-    heads, dim = t.shape[-2:]
-    blocks = num_blocks(t.shape, cu_seqlens)
-    width = fp8.padded_dim(dim)
-    shape = (heads, blocks, width, fp8.BLOCK_ROWS) if is_value else (heads, blocks, fp8.BLOCK_ROWS, width)
-    factors = torch.empty((heads, blocks), dtype=torch.float32, device=t.device)
-    return torch.empty(shape, dtype=dtype, device=t.device), factors
+    is_value, (heads, dim) = kind == "value", t.shape[-2:]
+    count, width = num_blocks(t.shape, cu_seqlens), fp8.padded_dim(dim)
+    shape = (width, fp8.BLOCK_ROWS) if is_value else (fp8.BLOCK_ROWS, width)  # V is transposed
+    dtype = fp8.FP8 if is_value else fp8.OPERANDS[problem.precision]
+    blocks = torch.empty((heads, count, *shape), dtype=dtype, device=t.device)
+    factors = torch.empty((heads, count), dtype=torch.float32, device=t.device)
+    matrix = None if is_value else _matrix(width, t.dtype, t.device)
+    run(_quantize_launch, problem, (t, matrix, cu_seqlens), kind, fresh=(blocks, factors))
+    return Quantized(blocks, factors, tuple(t.shape), t.dtype, kind, not is_value, cu_seqlens)
 
 
 @kept_on_device(64)
@@ -76,7 +68,9 @@ def _quantize_launch(problem: AttentionProblem, tensors: Tensors, kind: str) -> 
     assert t is not None and factors is not None
     heads, blocks = factors.shape
     width = fp8.padded_dim(t.shape[-1])
-    where = (cu_seqlens, *_where(problem, t, cu_seqlens))
+    # seqlen, and the strides of batch, rows and heads
+    strides = (t.shape[1], *t.stride()[:3]) if cu_seqlens is None else (0, 0, *t.stride()[:2])
+    where = (cu_seqlens, problem.batch, *strides, t.shape[-1])
     if matrix is None:
         arguments = (t, values, factors, *where, width, cu_seqlens is not None)
         warps = 16 if width > 128 else 8
@@ -89,13 +83,6 @@ def _quantize_launch(problem: AttentionProblem, tensors: Tensors, kind: str) -> 
     flags = (kind == "query", cu_seqlens is not None)
     arguments = (t, matrix, values, factors, *where, blocks, heads, width, *flags, stages)
     return Launch(quantize_rows_kernel, programs, arguments, num_warps=warps)
-
-
-def _where(problem: AttentionProblem, t: Tensor, cu_seqlens: Tensor | None) -> tuple[int, ...]:
-    """batch, seqlen, the strides of batch, rows and heads, and the head size."""
-    if cu_seqlens is None:
-        return (problem.batch, t.shape[1], *t.stride()[:3], t.shape[-1])
-    return (problem.batch, 0, 0, *t.stride()[:2], t.shape[-1])
 
 
 def _forward_launch(problem: AttentionProblem, tensors: Tensors, cfg: FP8Config, rows: int) -> Launch:
