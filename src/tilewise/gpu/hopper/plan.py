@@ -38,7 +38,7 @@ from tilewise.gpu.launch.plan import (
 )
 
 MAX_HEAD_DIM = 256  # but for latent attention
-NOTHING = (None,) * 2 + host.NO_EXTRAS  # in place of a mask's map and extras
+NOTHING = (None,) * 8  # in place of a mask's map, and what `host.extras_of` gives
 
 
 def plan(problem: AttentionProblem, signature: Signature) -> Plan:

@@ -70,9 +70,6 @@ def options(problem: AttentionProblem) -> dict[str, Any]:
     }
 
 
-NO_EXTRAS = (None,) * 6
-
-
 def extras_of(
     problem: AttentionProblem, inputs: Inputs, is_transposed: bool = False
 ) -> tuple[Tensor | None, ...]:
