@@ -169,8 +169,9 @@ def extras(
     if bias is not None:
         strides = (0 if size == 1 else stride for size, stride in zip(bias.shape, bias.stride(), strict=True))
         batch, head, row, *_ = strides
-        row = 0 if problem.bias_of_distances else row
-        found = found._replace(bias=bias, bias_batch=batch, bias_head=head, bias_row=row)
+        found = found._replace(bias=bias, bias_batch=batch, bias_head=head)
+        if not problem.bias_of_distances:
+            found = found._replace(bias_row=row)
     if problem.has_score_function:
         found = found._replace(score_unit=problem.softcap or problem.scale)
     if layout is not None:
@@ -202,9 +203,12 @@ def persistent(
     cfg: KernelConfig,
     is_early: bool = True,
 ) -> Launch:
-    """A launch of programs that take all work tiles, of which at most so many do; cfg comes last.
+    """A launch of as many programs as run at once, which take work tiles until none is left.
 
-    is_early: before the kernel before it has ended, for which it waits by itself.
+    Args:
+        work_tiles: how many there are at most.
+        arguments: all but cfg, which comes last.
+        is_early: it may start before the kernel before it has ended, for which it waits by itself.
     """
     programs = min(num_sms(device.index) * cfg.CTAS_PER_SM, work_tiles)
     return Launch(kernel, programs, (*arguments, cfg), num_warps=4, maxnreg=cfg.maxnreg, launch_pdl=is_early)
