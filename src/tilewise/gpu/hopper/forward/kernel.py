@@ -150,7 +150,7 @@ def mma_role(
             if cfg.DRAWS_EARLY:
                 kept = surviving(j, row, work, seed, extras, sizes, cfg)
             if cfg.IS_OVERLAPPED:
-                s = awaited_product(rings.q, q_use, rings.k, use + 1, cfg.BLOCK_N, cfg)
+                s = awaited_product(rings.q, q_use, rings.k, use + 1, cfg.BLOCK_N, cfg)  # [64, BLOCK_N]
                 acc = accumulate(p, rings.v, use, acc, cfg)  # [64, BLOCK_DV]
                 if not cfg.DRAWS_EARLY:
                     kept = surviving(j, row, work, seed, extras, sizes, cfg)
