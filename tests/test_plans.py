@@ -579,6 +579,12 @@ def test_pytorchs_deterministic_mode_is_in_the_signature(warn_only):
     tilewise.scaled_dot_product_attention(x, x, x).sum().backward()
     tilewise.flash_attn.flash_attn_func(x, x, x).sum().backward()
     torch.func.grad(lambda t: tilewise.attention(t, t, t).sum())(x)
+    cache, aux = tilewise.KVCache(1, 8, 2, 8, dtype=torch.float32), tilewise.Aux(entropy=True)
+    with torch.no_grad():
+        cache.append(x, x)
+    tilewise.attention_with_cache(x, cache).sum().backward()
+    tilewise.attention_with_cache(x, cache, return_aux=aux)[0].sum().backward()
+    tilewise.attention(x, x, x, return_aux=aux)[0].sum().backward()
     compiled = torch.compile(tilewise.attention, backend="aot_eager", fullgraph=True)
     compiled(x, x, x).sum().backward()
     found = {entry.signature.options.deterministic for entry in plans.entries()}

@@ -206,6 +206,7 @@ def _in_bshd(
 
 def check(inputs: Inputs, options: Options, backend: str | None, request: Request = LSE) -> Entry | None:
     """Raise what `attention` would, but for values; the plan, if plain eager code has one."""
+    options = obeying_torch(options)
     if is_plain_eager(inputs.query):
         with contextlib.suppress(LazyTensor, NoMemory):
             return plans.forward_plan(inputs, options, backend, request)

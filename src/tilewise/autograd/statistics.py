@@ -61,6 +61,7 @@ def attention(
     Raises:
         ValueError, TypeError, NotImplementedError: see `check`.
     """
+    options = functions.obeying_torch(options)
     call = inputs, options, backend, aux, are_values_known
     if not torch.compiler.is_compiling():
         return _attention(*call)
@@ -108,7 +109,7 @@ def check(inputs: Inputs, options: Options, backend: str | None, aux: Aux) -> No
             watches it.
     """
     if not torch.compiler.is_compiling():  # asked here: where a graph breaks this may be traced by itself
-        _entry(inputs, options, backend, aux)
+        _entry(inputs, functions.obeying_torch(options), backend, aux)
 
 
 def _entry(inputs: Inputs, options: Options, backend: str | None, aux: Aux) -> tuple[Entry | None, Inputs]:
