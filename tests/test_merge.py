@@ -33,6 +33,13 @@ def test_parts_give_the_whole(dtype, split):
     assert merge(parts)[0].dtype == dtype
 
 
+def test_parts_with_a_large_lse_are_a_mean():
+    """float32 has steps of 1/16 at 1e6, so that exp(lse of the parts - lse of all) would not add up to 1."""
+    out, lse = torch.full((1, 5, 2, 8), 3.0), torch.tensor([1e2, 1e4, 1e6, 1e8, -1e6]).expand(1, 2, 5)
+    merged, _ = merge([(out, lse), (out, lse + 0.25), (out, lse - 0.5)])
+    torch.testing.assert_close(merged, out, rtol=1e-6, atol=0)
+
+
 def test_packed_parts_and_queries_that_see_nothing():
     q = torch.randn(5, 2, 8, dtype=torch.float64)
     k = torch.randn(9, 2, 8, dtype=torch.float64)

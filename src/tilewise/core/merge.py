@@ -57,9 +57,10 @@ def merge(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
             )
     lses = torch.stack([lse for _, lse in parts])
     is_blind = (lses == float("-inf")).all(0)  # -inf - -inf would be NaN, here and in the gradient
-    finite = torch.logsumexp(lses.masked_fill(is_blind, 0.0), 0).masked_fill(is_blind, 0.0)
-    lse = finite.masked_fill(is_blind, float("-inf"))
-    weights = torch.exp(lses - finite).transpose(-1, -2)[..., None]
+    lses = lses.masked_fill(is_blind, 0.0)
+    lse = torch.logsumexp(lses, 0).masked_fill(is_blind, float("-inf"))
+    weights = torch.softmax(lses, 0).masked_fill(is_blind, 0.0)  # of a large lse, exp(lses - lse) is not 1
+    weights = weights.transpose(-1, -2)[..., None]
     outs = torch.stack([out.to(lse.dtype) for out, _ in parts])
     return (weights * outs).sum(0).to(parts[0][0].dtype), lse
 
