@@ -153,6 +153,22 @@ def test_sinks_of_rows_that_see_nothing():
     within(out, exact(q, k[:, :5], v[:, :5], causal=True, sinks=sinks))
 
 
+def test_sinks_of_a_cache_in_float64():
+    sinks, q, k, v = (t.double() for t in sinks_and_tensors())
+    sinks = sinks + 1e-9
+    out = functions.flash_attn_with_kvcache(q, k, v, cache_seqlens=13, s_aux=sinks)
+    torch.testing.assert_close(out, exact(q, k, v, sinks=sinks)[0], rtol=1e-13, atol=1e-13)
+
+
+@pytest.mark.parametrize("shape", [(1,), (3,), (1, 9), (4, 1)])
+def test_sinks_that_do_not_fit_leave_the_cache_as_it_was(shape):
+    _, q, k, v = sinks_and_tensors()
+    caches = torch.zeros_like(k), torch.zeros_like(v)
+    with pytest.raises(ValueError, match=r"s_aux of shape .* must be \(heads,\)=\(4,\)"):
+        functions.flash_attn_with_kvcache(q, *caches, k, v, cache_seqlens=0, s_aux=torch.zeros(shape))
+    assert not caches[0].any()
+
+
 def test_without_sinks_it_is_flash_attn():
     sinks, q, k, v = sinks_and_tensors()
     out, *_ = functions.flash_attn_func(q, k, v, return_attn_probs=True)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from tilewise.api import attention
-from tilewise.core.checks import check_known, shown
+from tilewise.core.checks import check_known, check_tensors, shown
 from tilewise.faces import flash_attn
 from tilewise.faces.flash_attn_call import options
 from tilewise.varlen import attention_varlen
@@ -72,10 +72,17 @@ def flash_attn_with_kvcache(
     if s_aux is None:
         return flash_attn.flash_attn_with_kvcache(q, k_cache, v_cache, *args, **kwargs)
     _refuse(return_softmax_lse=kwargs.pop("return_softmax_lse", False))
+    check_tensors(q=q, s_aux=s_aux)  # before the cache is written
+    heads = q.shape[-2:-1]
+    if s_aux.shape != heads or s_aux.device != q.device:
+        raise ValueError(
+            f"s_aux of shape {tuple(s_aux.shape)}, on {s_aux.device} must be (heads,)={tuple(heads)}, on "
+            f"{q.device}: one logit a head"
+        )
     kwargs["return_softmax_lse"] = True
     out, lse = flash_attn.flash_attn_with_kvcache(q, k_cache, v_cache, *args, **kwargs)
     # A sink adds exp(sink) to the sum exp(lse) that weights were divided by.
-    share = torch.sigmoid(lse - s_aux.float()[:, None]).transpose(1, 2)  # (batch, seqlen, heads)
+    share = torch.sigmoid(lse - s_aux.to(lse.dtype)[:, None]).transpose(1, 2)  # (batch, seqlen, heads)
     return (out * share[..., None]).to(out.dtype)
 
 
