@@ -1,5 +1,6 @@
 """`flash_attn_with_kvcache` of both generations against one sequence at a time by the float64 reference."""
 
+import numpy as np
 import pytest
 import torch
 
@@ -164,7 +165,8 @@ def test_kvcache_lengths_and_views():
     check_cache_call(q, k_cache, v_cache, None, None, rows, [9, 9], {})
     check_cache_call(q, k_cache, v_cache, None, None, rows, [0, 0], {}, cache_seqlens=0)
     out = flash_attn_with_kvcache(q, k_cache, v_cache)
-    assert torch.equal(out, flash_attn_with_kvcache(q, k_cache, v_cache, cache_seqlens=9))
+    for length in (9, np.int64(9)):
+        assert torch.equal(out, flash_attn_with_kvcache(q, k_cache, v_cache, cache_seqlens=length))
 
     half = [t.to(torch.bfloat16) for t in (q, k_cache, v_cache, k, v)]
     out = flash_attn_with_kvcache(*half, cache_seqlens=4, causal=True)
