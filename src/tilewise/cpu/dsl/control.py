@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any
 
 from tilewise.cpu.dsl.memory import Ptr
@@ -57,15 +57,11 @@ def claim(counter: Ptr, total: Operand) -> Iterator[Value]:
     b.position_at_end(done)
 
 
-@contextmanager
-def when(condition: Operand) -> Iterator[None]:
+def when(condition: Operand) -> AbstractContextManager[Any]:
     """if condition: ..."""
-    with builder().if_then(condition.raw):
-        yield
+    return builder().if_then(condition.raw)  # type: ignore[no-any-return]
 
 
-@contextmanager
-def either(condition: Operand) -> Iterator[tuple[Any, Any]]:
+def either(condition: Operand) -> AbstractContextManager[tuple[Any, Any]]:
     """if ... else ...: `with either(c) as (then, otherwise): with then: ... with otherwise: ...`"""
-    with builder().if_else(condition.raw) as branches:
-        yield branches
+    return builder().if_else(condition.raw)  # type: ignore[no-any-return]

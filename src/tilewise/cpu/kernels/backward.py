@@ -46,7 +46,6 @@ from tilewise.cpu.kernels.common.tiles import (
     Shape,
     fitting,
     load_rows,
-    narrowed,
     round_up,
     store_rows,
     transpose_rows,
@@ -74,7 +73,6 @@ class BackwardKernel:
         self.lse, self.factor, self.delta, self.dlse, self.norm = statistics
         self.reserve(scratch)
         self.dropout = Dropout(shape, args) if self.config.has_dropout else None
-        self.narrow = narrowed(self, 2) if shape.vectors == 3 else None
 
     def facts(self) -> dict[str, int]:
         shape = self.shape

@@ -45,7 +45,6 @@ from tilewise.cpu.kernels.common.tiles import (
     Scratch,
     Shape,
     fitting,
-    narrowed,
     round_up,
     store_rows,
     transpose_rows,
@@ -103,7 +102,6 @@ class ForwardKernel:
         self.scores = Scores(shape, scratch)
         self.scale, self.rest = self.products.scales(self.scores.has_options)
         self.dropout = Dropout(shape, args) if shape.config.has_dropout else None
-        self.narrow = narrowed(self, 2) if shape.vectors == 3 else None
         self.tile_bytes = self.make_tile(self.products, shape, scratch.base, 0).scratch.bytes
 
     def facts(self) -> dict[str, int]:

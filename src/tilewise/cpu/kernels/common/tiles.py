@@ -77,7 +77,7 @@ class Shape:
 
     @property
     def width(self) -> int:
-        """Queries of a tile that are computed: block_q, or fewer in a kernel that is `narrowed`."""
+        """Queries of a tile that are computed: block_q, or fewer in a copy of `fitting`."""
         return self.vectors * self.lanes
 
     def columns(self) -> list[int]:
@@ -318,22 +318,20 @@ class Head:
         return q0, q1
 
 
-def narrowed(kernel: Any, vectors: int) -> Any:
-    """The same kernel for a tile whose queries fill only its first vectors; areas keep their width."""
-    narrow = copy.copy(kernel)
-    narrow.shape, narrow.scores = copy.copy(kernel.shape), copy.copy(kernel.scores)
-    narrow.shape.vectors, narrow.scores.shape = vectors, narrow.shape
-    narrow.narrow = narrowed(kernel, vectors - 1) if vectors > 1 else None
-    return narrow
-
-
 def fitting(kernel: Any, head: Head, q0: Scalar) -> Iterator[Any]:
-    """The kernel for the tile at q0: itself, or in a branch the `narrow` one that leaves no vector empty."""
-    if kernel.narrow is None:
+    """The kernel for the tile at q0: itself or, in a branch, a copy that leaves no vector of queries empty.
+
+    Areas keep their width.
+    """
+    shape = kernel.shape
+    if shape.config.vectors != 3 or shape.vectors == 1:
         yield kernel
         return
-    with either(q0 + kernel.narrow.shape.width < head.seqlen_q) as (wide, narrow):
-        with wide:
+    narrow = copy.copy(kernel)
+    narrow.shape, narrow.scores = copy.copy(shape), copy.copy(kernel.scores)
+    narrow.shape.vectors, narrow.scores.shape = shape.vectors - 1, narrow.shape
+    with either(q0 + narrow.shape.width < head.seqlen_q) as (all_vectors, fewer):
+        with all_vectors:
             yield kernel
-        with narrow:
-            yield from fitting(kernel.narrow, head, q0)
+        with fewer:
+            yield from fitting(narrow, head, q0)
