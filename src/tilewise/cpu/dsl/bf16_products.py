@@ -80,9 +80,9 @@ def tile_registers(
     """Give this thread eight tile registers, of full size or as said; at the end, whatever it had before.
 
     PyTorch keeps its own configuration between calls in places, and counts on finding it. Nothing to do
-    where the instruction set has no tiles.
+    where the instruction set has no tiles, or products are in the compute type.
     """
-    if scratch.shape.target.isa != "amx":
+    if scratch.shape.target.isa != "amx" or not scratch.shape.config.terms:
         yield
         return
     mine, before = (scratch.rows(1, 64, "bool").ptr for _ in range(2))

@@ -27,6 +27,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from tilewise.cpu.dsl.bf16_products import tile_registers
 from tilewise.cpu.dsl.control import claim, loop, when
 from tilewise.cpu.dsl.lanes import fold_sums
 from tilewise.cpu.dsl.memory import Rows
@@ -106,20 +107,17 @@ class BackwardKernel:
         raise NotImplementedError
 
     def run(self) -> None:
-        with self.products.registers(self.scratch):
-            self.visit_items()
-
-    def visit_items(self) -> None:
         args = self.args
-        of_group = args.owners * args.splits  # splits: blocks of keys of a head
-        for item in claim(args.counter, args.items):
-            group, place = item // of_group, item % of_group
-            block, owner = place // args.owners, place % args.owners  # neighbours are different heads
-            owner = owner + group * args.owners
-            for s in loop(0, args.sharing):
-                batch = owner // args.own_heads + s // args.shared_heads
-                kv_head = owner % args.own_heads + s % args.shared_heads
-                self.attend_keys(batch, kv_head, block)
+        with tile_registers(self.scratch):
+            of_group = args.owners * args.splits  # splits: blocks of keys of a head
+            for item in claim(args.counter, args.items):
+                group, place = item // of_group, item % of_group
+                block, owner = place // args.owners, place % args.owners  # neighbours are different heads
+                owner = owner + group * args.owners
+                for s in loop(0, args.sharing):
+                    batch = owner // args.own_heads + s // args.shared_heads
+                    kv_head = owner % args.own_heads + s % args.shared_heads
+                    self.attend_keys(batch, kv_head, block)
 
     def attend_keys(self, batch: Value, kv_head: Value, block: Value) -> None:
         """One block of keys of one key head against all queries that see some of it."""

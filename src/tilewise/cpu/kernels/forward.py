@@ -29,6 +29,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+from tilewise.cpu.dsl.bf16_products import tile_registers
 from tilewise.cpu.dsl.control import claim, loop, when
 from tilewise.cpu.dsl.memory import Ptr
 from tilewise.cpu.dsl.numerics import FLOAT32_DEGREE, exp, log, log_sum_exp, quotient
@@ -126,7 +127,7 @@ class ForwardKernel:
         self.residual = scratch.rows(1, shape.block_q)
 
     def run(self) -> None:
-        with self.products.registers(self.scratch):
+        with tile_registers(self.scratch):
             self.visit_items()
 
     def visit_items(self) -> None:

@@ -14,10 +14,8 @@ A kernel says what it multiplies; how factors lie in memory, and which numbers t
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
 
 from tilewise.cpu.dsl.bf16_products import (
     LANES,
@@ -29,7 +27,6 @@ from tilewise.cpu.dsl.bf16_products import (
     pair_rows,
     paired,
     rounded,
-    tile_registers,
     tile_sums,
     words,
 )
@@ -72,10 +69,6 @@ class Products:
         Scores without options leave the scale to the exponential.
         """
         return (self.scale, None) if has_options else (None, self.scale)
-
-    def registers(self, scratch: Scratch) -> Any:
-        """A context in which products can be computed."""
-        return contextlib.nullcontext()
 
     def left(self, scratch: Scratch, rows: int, width: int) -> Matrix:
         return [scratch.rows(rows, width)]
@@ -186,9 +179,6 @@ class BFloat16Products(Products):
         width = max(shape.pad, shape.pad_v)
         self.rows = self.left(scratch, TILE, width)  # that come in to be transposed
         self.pairs = scratch.rows(TILE // 2, width)
-
-    def registers(self, scratch: Scratch) -> Any:
-        return tile_registers(scratch)
 
     def left(self, scratch: Scratch, rows: int, width: int) -> Matrix:
         return [scratch.rows(rows, width, "i16") for _ in range(self.shape.config.terms)]
