@@ -98,7 +98,7 @@ def test_few_weights_are_turned_instead_of_values(seqlen_k, dim, key_block, dtyp
     monkeypatch.setattr(configs, "CUTTING", configs.BF16_PRODUCTS)
     inputs = qkv(1, 60, seqlen_k, 2, 2, dim, dtype)
     config = configs.forward_config(describe(inputs, Options()), inputs)
-    assert config.has_bf16_products and config.key_block == key_block
+    assert config.terms and config.key_block == key_block
 
 
 @pytest.mark.sample(2)

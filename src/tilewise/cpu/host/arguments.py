@@ -93,10 +93,6 @@ class Config:
     # bfloat16 numbers that a number is cut into for products of bfloat16; 0: products in the compute type
     terms: int = 0
 
-    @property
-    def has_bf16_products(self) -> bool:
-        return self.terms > 0
-
 
 class Block:
     """The words of one call, in memory that stays where it is.

@@ -37,7 +37,7 @@ def _kernel(name: str, config: Config) -> Any:
         case "forward":
             return OneBlockForwardKernel if config.key_block else ForwardKernel
         case "backward":
-            return BFloat16BackwardKernel if config.has_bf16_products else VectorBackwardKernel
+            return BFloat16BackwardKernel if config.terms else VectorBackwardKernel
         case "decode":
-            return AmxDecodeKernel if config.has_bf16_products else DecodeKernel
+            return AmxDecodeKernel if config.terms else DecodeKernel
     return {"decode_backward": DecodeBackwardKernel, "statistics": StatisticsKernel}[name]

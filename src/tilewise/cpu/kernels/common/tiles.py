@@ -60,7 +60,7 @@ class Shape:
         self.rows = target.rows
         self.vectors = config.vectors
         self.block_q = self.lanes * config.vectors  # queries of a tile
-        step = BF16_STEP if config.has_bf16_products else max(self.lanes, self.rows)
+        step = BF16_STEP if config.terms else max(self.lanes, self.rows)
         self.pad, self.pad_v = round_up(config.head_dim, step), round_up(config.head_dim_v, step)
         sizes = key_blocks[min(config.terms, len(key_blocks) - 1)]
         self.block_k = config.key_block or sizes[self.pad_v >= 128]
