@@ -20,7 +20,7 @@ STATISTICS = (
 CAPTURED = ("captured_floats", "captured_integers", "captured_layout")  # of mask and score functions
 POINTERS = (
     *CHANGING_BACKWARD, *STATISTICS, "mask", "bias", "slopes", "sinks", "spans", "page_table",
-    *CAPTURED, "dcaptured", "tile_map", "visits",
+    *CAPTURED, "dcaptured", "map", "visits",
 )  # fmt: skip
 FLOATS = ("q_factor", "softcap", "scale", "inverse_keep")
 TENSORS_BSHD = ("q", "k", "v", "out", "do", "dq", "dk", "dv")  # strides _b, _n, _h, in elements

@@ -40,7 +40,7 @@ def bind_functions(
         extent = (problem.batch, problem.num_heads, *lengths)
         tiles = kernel_map(functions, given, extent, block_q, MAP_KEYS, CPU)
         block.update(
-            tile_map=tiles.kinds.data_ptr(),
+            map=tiles.kinds.data_ptr(),
             map_q=tiles.block_q,
             map_k=tiles.block_k.bit_length() - 1,
             **dict(zip(("map_b", "map_h", "map_i"), tiles.strides())),

@@ -139,11 +139,11 @@ class Scope:
     def _place(self, n: int, r: int, v: int) -> tuple[int, int | None, int | None]:
         return n, (r if LINE in self.levels[n] else None), (v if LANE in self.levels[n] else None)
 
-    def vector(self, n: int, r: int, v: int, kind: str, bits: int = 32) -> Value:
-        """The value of a node as a vector of a kind; `bits`: of integers."""
-        return self._operand(n, r, v, kind, True, bits)
+    def vector(self, n: int, r: int, v: int, kind: str) -> Value:
+        """The value of a node as a vector of a kind, BOOL or FLOAT."""
+        return self._operand(n, r, v, kind, True, 32)
 
-    def _operand(self, n: int, r: int, v: int, kind: str, is_vector: bool, bits: int = 64) -> Value:
+    def _operand(self, n: int, r: int, v: int, kind: str, is_vector: bool, bits: int) -> Value:
         type_ = self._type(kind, is_vector, bits)
         constant = self.graph.value(n)
         if constant is not None:
@@ -181,7 +181,7 @@ class Scope:
             case "is_wrong":
                 return self._is_wrong(node.args[0], r, v)
         if n in self.owner.formulas:
-            found: Operand = self._operand(self.owner.formulas[n], r, v, node.kind, is_vector)
+            found: Operand = self._operand(self.owner.formulas[n], r, v, node.kind, is_vector, 64)
             return self._narrowed(found, n, is_vector)
         bits = self._bits(n, is_vector)
         kinds = zip(node.args, self.graph.argument_kinds(n))

@@ -67,24 +67,23 @@ class KernelFunctions(Expression):
         self.has_map = bool(functions.hiding)
         roots = [n for n in (self.mask, self.score, self.slope, *self.load_slopes.values()) if n is not None]
         super().__init__(shape, scratch, functions, graph, roots, lane)
-        self.slopes: Rows | None = None
+        kept = [g for g in sorted(set(self.load_slopes.values())) if self.graph.value(g) is None]
         if self.slope is not None and self.graph.value(self.slope) != 1.0:
-            self.slopes = scratch.rows(shape.block_k, shape.block_q)
-        self.kept = {  # slopes that are not one number, of which that of the score may be one
-            g: self.slopes if g == self.slope and self.slopes else scratch.rows(shape.block_k, shape.block_q)
-            for g in sorted(set(self.load_slopes.values()))
-            if self.graph.value(g) is None
-        }
+            kept.insert(0, self.slope)
+        # Slopes of a tile's scores, but for those of loads that are one number.
+        self.kept = {g: scratch.rows(shape.block_k, shape.block_q) for g in dict.fromkeys(kept)}
+        self.slopes = None if self.slope is None else self.kept.get(self.slope)
 
-    def map_row(self, head: Head, q0: Scalar) -> Ptr:
-        """The kinds of the tiles that queries from q0 on are in."""
+    def map_row(self, head: Head, name: str, q0: Scalar) -> Ptr:
+        """Of `map`, the kinds of tiles, or of `visits`: the row that queries from q0 on are in."""
         args = head.args
-        row = head.batch * args.map_b + head.head * args.map_h + as_int(q0) // args.map_q * args.map_i
-        return args.ptr("tile_map", "u8")[row]
+        row = head.batch * getattr(args, f"{name}_b") + head.head * getattr(args, f"{name}_h")
+        row = row + as_int(q0) // args.map_q * getattr(args, f"{name}_i")
+        return args.ptr(name, "u8")[row]
 
     def visible(self, head: Head, q0: Scalar, j0: Scalar, first: Scalar, n: Scalar) -> tuple[Value, Value]:
         """The keys j0 + [first, n) without those at both ends that are in empty tiles; none: n <= first."""
-        args, row = head.args, self.map_row(head, q0)
+        args, row = head.args, self.map_row(head, "map", q0)
         size = as_int(1) << args.map_k
         begin, end = Var(as_int(n)), Var(minimum(as_int(first), as_int(n)))
         start, stop = as_int(j0) + first, as_int(j0) + maximum(as_int(first), as_int(n))
@@ -98,11 +97,7 @@ class KernelFunctions(Expression):
     def ticket(self, head: Head, q0: Scalar, block: Value, blocks: tuple[Value, Value]) -> tuple[Value, ...]:
         """Of the first to last `blocks` of keys, as `visits` counts them: whether this one is visited by the
         tile of queries at q0, how many before it are, and whether none behind it is."""
-        args = head.args
-        row = (
-            head.batch * args.visits_b + head.head * args.visits_h + as_int(q0) // args.map_q * args.visits_i
-        )
-        visits = args.ptr("visits", "u8")[row]
+        visits = self.map_row(head, "visits", q0)
         before, behind = Var(as_int(0)), Var(as_int(0))
         for total, start, stop in ((before, blocks[0], block), (behind, block + 1, blocks[1] + 1)):
             for n in loop(start, stop):
@@ -118,7 +113,7 @@ class TileFunctions:
 
     def __init__(self, owner: KernelFunctions, shape: Shape, head: Head, q0: Scalar, j0: Scalar) -> None:
         self.owner, self.shape, self.head, self.j0 = owner, shape, head, j0
-        self.row = owner.map_row(head, q0) if owner.has_map else None
+        self.row = owner.map_row(head, "map", q0) if owner.has_map else None
         queries = [count_from(as_int(q0) + c, shape.lanes) for c in shape.columns()]
         last = int32(head.seqlen_q - 1, shape.lanes)
         self.exists = [query <= last for query in queries]
@@ -141,17 +136,14 @@ class TileFunctions:
         return self.tile.inner(j=keys)
 
     def apply_score(self, s: Grid, j: Scalar) -> Scope:
-        """The score function on scores, in place; its slope, if one is wanted, into `slopes`."""
+        """The score function on scores, in place; slopes that are wanted into `kept`."""
         owner, scope = self.owner, self.scope(j, len(s))
         assert owner.score is not None
         for r, row in enumerate(s):
             for v, x in enumerate(row):
                 scope.scores[r, v] = Value(x.raw)
                 x.set(scope.vector(owner.score, r, v, FLOAT))
-                kept = dict(owner.kept)
-                if owner.slopes is not None and owner.slope is not None:
-                    kept[owner.slope] = owner.slopes
-                for n, area in kept.items():
+                for n, area in owner.kept.items():
                     area.at(j, v * self.shape.lanes)[r, 0].store(scope.vector(n, r, v, FLOAT))
         return scope
 
