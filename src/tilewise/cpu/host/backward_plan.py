@@ -52,7 +52,7 @@ class BackwardPlan(CallPlan):
     def __init__(self, problem: AttentionProblem, signature: Signature, may_cut: bool = True) -> None:
         super().__init__(problem, signature)
         self.has_few_rows = is_decoding(problem, is_backward=True)
-        self.dbias_dtype = _dbias_dtype(problem, self.given)
+        self.dbias_dtype = _dbias_dtype(problem)
         self.kernel = self._load(may_cut)
         shared_batches, shared_heads = _sharing(problem)
         self.owners = problem.batch // shared_batches * (problem.num_kv_heads // shared_heads)
@@ -241,18 +241,14 @@ def _sharing(problem: AttentionProblem) -> tuple[int, int]:
     return (batches if of_batches == 1 else 1), (heads if of_heads == 1 else 1)
 
 
-def _dbias_dtype(problem: AttentionProblem, inputs: Any) -> torch.dtype | None:
-    """Of the gradient of the bias while it is summed: the compute type where entries have several terms."""
-    if inputs.bias is None or not problem.bias_needs_grad:
+def _dbias_dtype(problem: AttentionProblem) -> torch.dtype | None:
+    """Of the gradient of the bias while it is summed: the compute type where entries may have several terms,
+    of sequences, heads or queries that share them; a single row is taken as shared."""
+    if problem.bias_shape is None or not problem.bias_needs_grad:
         return None
-    return problem.compute_dtype if _adds_dbias(problem) else inputs.bias.dtype  # type: ignore[no-any-return]
-
-
-def _adds_dbias(problem: AttentionProblem) -> bool:
-    """Whether sequences, heads or queries may share an entry of the bias; a single row is taken as shared."""
-    assert problem.bias_shape is not None
     shape = problem.batch, problem.num_heads, problem.seqlen_q
-    return problem.seqlen_q == 1 or problem.bias_shape[:3] != shape
+    is_shared = problem.seqlen_q == 1 or problem.bias_shape[:3] != shape
+    return problem.compute_dtype if is_shared else problem.bias_dtype
 
 
 def _sink_gradient(

@@ -199,7 +199,7 @@ class CallPlan:
     @functools.cached_property
     def cuts(self) -> bool:
         """Whether the kernel cuts numbers in terms for tile registers."""
-        return bool(self.kernel.facts.get("cuts"))
+        return bool(self.kernel.facts["cuts"])
 
     @functools.cached_property
     def uncut(self) -> Any:
@@ -236,9 +236,7 @@ class OutputPlan(CallPlan):
         """Work items for packed sequences of at most seqlen_q queries."""
         raise NotImplementedError
 
-    def run(
-        self, inputs: Inputs, results: Any = None, dout: Tensor | None = None, dlse: Tensor | None = None
-    ) -> Results | Watched | Retry:
+    def run(self, inputs: Inputs, *_: Any) -> Results | Watched | Retry:
         q, k, v = inputs[:3] if self.are_rows_dense else self.rows_of(inputs)
         out = self.new_out()
         lse = self.new_lse() if self.wants_lse else None

@@ -95,12 +95,10 @@ def _flat(features: dict[str, bool]) -> str:
 def _x86_targets(name: str, has: dict[str, bool]) -> list[Target]:
     """Best first."""
     candidates, features = [], _flat(has)
-    wide = all(has.get(f) for f in ("avx512f", "avx512bw", "avx512dq", "avx512vl"))
-    tiles = all(has.get(f) for f in ("amx-tile", "amx-bf16", "avx512bf16"))
-    if wide and tiles and has.get("avx2") and may_use_amx():
-        candidates.append(Target("amx", 64, 8, name, f"{features},-prefer-256-bit"))
-    if wide and has.get("avx2"):
+    if all(has.get(f) for f in ("avx2", "avx512f", "avx512bw", "avx512dq", "avx512vl")):
         plain = Target("avx512", 64, 8, name, f"{features},-prefer-256-bit")
+        if all(has.get(f) for f in ("amx-tile", "amx-bf16", "avx512bf16")) and may_use_amx():
+            candidates.append(replace(plain, isa="amx"))
         dots = [replace(plain, isa="avx512_bf16")] if has.get("avx512bf16") else []
         # Twice as fast as multiply-adds on AMD's processors, no faster on Intel's.
         candidates += [*dots, plain] if name.startswith("znver") else [plain, *dots]
