@@ -96,7 +96,7 @@ class DecodeKernel(SplitKernel):
         shape, lanes = self.shape, self.shape.lanes
         # Scores: a vector holds `depth` products of `group` rows; sums of `groups` x `tile_k` vectors.
         sums = 2 * shape.target.rows
-        self.depth = shape.depth
+        self.depth = max(min(4, lanes), lanes // self.rows)
         self.group = lanes // self.depth
         self.row_groups = -(-self.rows // self.group)
         self.groups = min(self.row_groups, sums // self.depth)

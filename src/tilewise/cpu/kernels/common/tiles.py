@@ -64,8 +64,6 @@ class Shape:
         self.pad, self.pad_v = round_up(config.head_dim, step), round_up(config.head_dim_v, step)
         sizes = key_blocks[min(config.terms, len(key_blocks) - 1)]
         self.block_k = config.key_block or sizes[self.pad_v >= 128]
-        # Decoding: a vector of scores holds `depth` partial sums of each of `lanes // depth` rows.
-        self.depth = max(min(4, self.lanes), self.lanes // max(1, config.rows))
         self.exp_degree = {"f64": 11, "f32": 6}.get(config.kind, 4)
 
     def constant(self, x: float) -> Value:
