@@ -107,12 +107,12 @@ def test_any_number_of_threads_gives_the_same_bits(install, seqlen_q, seqlen_k):
     install(NEW)
     inputs = Inputs(*(torch.randn(1, n, 2, 32).bfloat16() for n in (seqlen_q, seqlen_k, seqlen_k)))
     problem, dout = describe(inputs, Options()), torch.randn_like(inputs.query)
-    results = []
-    for threads in (1, 3):
-        torch.set_num_threads(threads)
+
+    def results():
         out, lse = llvm.forward(problem, inputs)
-        results.append((out, lse, *llvm.backward(problem, inputs, out, lse, dout, None)[:3]))
-    assert all(torch.equal(a, b) for a, b in zip(*results))
+        return out, lse, *llvm.backward(problem, inputs, out, lse, dout, None)[:3]
+
+    random_cases.check_threads(results, (1, 3))
 
 
 @needs_emulator

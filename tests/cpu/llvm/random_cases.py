@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -308,6 +309,19 @@ def _is_few(exact: Tensor) -> bool:
 def _compare(name: str, found: Tensor, exact: Tensor, baseline: Tensor) -> ErrorReport:
     report = compare(name, found, exact, baseline)
     return replace(report, mean_budget=report.max_budget) if _is_few(exact) else report
+
+
+def check_threads(compute: Callable[[], Sequence[Tensor]], counts: Sequence[int] = (1, 2, 5, 2)) -> None:
+    """Any number of threads gives the same bits."""
+    before, results = torch.get_num_threads(), []
+    try:
+        for threads in counts:
+            torch.set_num_threads(threads)
+            results.append(compute())
+    finally:
+        torch.set_num_threads(before)
+    for found in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], found, strict=True))
 
 
 def main() -> None:

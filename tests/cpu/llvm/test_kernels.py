@@ -29,6 +29,7 @@ HERE = Path(__file__).parent
 DEFAULT_ISA = getattr(kernels.target(), "isa", "")
 ISA = getattr(kernels.target(kernels.WANTED_ISA), "isa", "")  # of this process: `make test-isa` asks for each
 AVX512 = ("avx512", "avx512_bf16", "amx")
+XEON = kernels.Target("amx", 64, 8, "sapphirerapids", "-prefer-256-bit")
 
 
 def groups_of(*dtypes: torch.dtype) -> list[int]:
@@ -204,32 +205,35 @@ def test_no_amx_where_the_system_refuses_it(monkeypatch):
     assert getattr(kernels.target.__wrapped__(""), "isa", "") != "amx"
 
 
+def check_compiles(name, config, target=XEON):
+    """A kernel for Linux on any machine."""
+    processor, machine = ("aarch64", 183) if target.isa.startswith("neon") else ("x86_64", 62)
+    ir_text, _ = build(name, config, target)
+    code = kernels.generate(ir_text, target, triple=f"{processor}-unknown-linux-gnu")
+    assert code[:4] == b"\x7fELF" and code[18] == machine
+
+
 @pytest.mark.sample(2)
 @pytest.mark.parametrize(("kind", "terms"), [("bf16", 1), ("f16", 2), ("f32", 3)])
 @pytest.mark.parametrize(
     ("name", "vectors"), [("forward", 1), ("forward", 2), ("backward", 2), ("backward", 4)]
 )
 def test_amx_code_compiles(name, vectors, kind, terms):
-    xeon = kernels.Target("amx", 64, 8, "sapphirerapids", "-prefer-256-bit")
-    config = Config(kind, 40, 64, vectors, has_softcap=True, has_alibi=True, has_dropout=True, terms=terms)
-    ir_text, _ = build(name, config, xeon)
-    code = kernels.generate(ir_text, xeon, triple="x86_64-unknown-linux-gnu")
-    assert code[:4] == b"\x7fELF" and code[18] == 62  # the machine is x86-64
+    options = {"has_softcap": True, "has_alibi": True, "has_dropout": True}
+    check_compiles(name, Config(kind, 40, 64, vectors, terms=terms, **options))
 
 
 @pytest.mark.parametrize("name", ["forward", "backward"])
 @pytest.mark.parametrize(
-    ("target", "triple", "machine"),
+    "target",
     [
-        (kernels.Target("avx512_bf16", 64, 8, "znver4", "-prefer-256-bit"), "x86_64-unknown-linux-gnu", 62),
-        (kernels.Target("neon_bf16", 16, 8, "generic", "+bf16"), "aarch64-unknown-linux-gnu", 183),
+        kernels.Target("avx512_bf16", 64, 8, "znver4", "-prefer-256-bit"),
+        kernels.Target("neon_bf16", 16, 8, "generic", "+bf16"),
     ],
 )
-def test_dot_products_of_bfloat16_compile(name, target, triple, machine):
+def test_dot_products_of_bfloat16_compile(name, target):
     vectors = 32 * 4 // target.vector_bytes
-    ir_text, _ = build(name, Config("bf16", 40, 64, vectors, has_dropout=True, terms=1), target)
-    code = kernels.generate(ir_text, target, triple=triple)
-    assert code[:4] == b"\x7fELF" and code[18] == machine
+    check_compiles(name, Config("bf16", 40, 64, vectors, has_dropout=True, terms=1), target)
 
 
 @pytest.mark.sample(3)
@@ -237,21 +241,15 @@ def test_dot_products_of_bfloat16_compile(name, target, triple, machine):
 @pytest.mark.parametrize("name", ["forward", "backward"])
 @pytest.mark.parametrize("options", [{}, {"bias_kind": "f32", "has_mask": True}])
 def test_amx_code_with_and_without_options_compiles(name, kind, terms, options):
-    xeon = kernels.Target("amx", 64, 8, "sapphirerapids", "-prefer-256-bit")
-    ir_text, _ = build(name, Config(kind, 40, 64, 2, terms=terms, **options), xeon)
-    code = kernels.generate(ir_text, xeon, triple="x86_64-unknown-linux-gnu")
-    assert code[:4] == b"\x7fELF" and code[18] == 62
+    check_compiles(name, Config(kind, 40, 64, 2, terms=terms, **options))
 
 
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("rows", [4, 12, 32])
 @pytest.mark.parametrize("is_paged", [False, True])
 def test_amx_decoding_compiles(rows, is_paged):
-    xeon = kernels.Target("amx", 64, 8, "sapphirerapids", "-prefer-256-bit")
     config = Config("bf16", 40, 64, 1, has_softcap=True, page_size=16 * is_paged, rows=rows, terms=1)
-    ir_text, _ = build("decode", config, xeon)
-    code = kernels.generate(ir_text, xeon, triple="x86_64-unknown-linux-gnu")
-    assert code[:4] == b"\x7fELF" and code[18] == 62
+    check_compiles("decode", config)
 
 
 TILE_CONFIGURATION = """
@@ -300,14 +298,8 @@ def test_no_access_out_of_bounds(count):
 @pytest.mark.parametrize("kind", ["f32", "bf16", "f16", "f64"])
 def test_neon_code_compiles(name, kind):
     options = {"rows": 8} if name.startswith("decode") else {"has_dropout": True}
-    check_neon(name, Config(kind, 40, 64, 3, has_softcap=True, has_alibi=True, **options))
-
-
-def check_neon(name, config):
     neon = kernels.Target("neon", 16, 8, "generic", "+neon,+fullfp16")
-    ir_text, _ = build(name, config, neon)
-    code = kernels.generate(ir_text, neon, triple="aarch64-unknown-linux-gnu")
-    assert code[:4] == b"\x7fELF" and code[18] == 183  # the machine is AArch64
+    check_compiles(name, Config(kind, 40, 64, 3, has_softcap=True, has_alibi=True, **options), neon)
 
 
 def qkv(batch=1, seqlen_q=70, seqlen_k=90, heads=2, kv_heads=2, dim=16, dtype=torch.float32):
@@ -337,29 +329,25 @@ def test_gradient_of_a_broadcast_bias(shape, dtype):
     dout, dlse = torch.randn_like(inputs.query), torch.randn(3, 4, 130)
     found = random_cases.check(random_cases.Case(0, inputs, Options(causal=True), dout, dlse))
     assert not [line for line in found if "dbias" in line]
-    problem, before = describe(inputs, Options(causal=True)), torch.get_num_threads()
+    problem = describe(inputs, Options(causal=True))
     inputs = inputs._replace(bias=inputs.bias.detach())
     out, lse = llvm.forward(problem, inputs)
-    gradients = []
-    try:
-        for threads in (1, 2, 5):
-            torch.set_num_threads(threads)
-            gradients.append(llvm.backward(problem, inputs, out, lse, dout, dlse).bias)
-    finally:
-        torch.set_num_threads(before)
-    assert all(torch.equal(gradients[0], g) for g in gradients)
+    random_cases.check_threads(lambda: [llvm.backward(problem, inputs, out, lse, dout, dlse).bias])
+
+
+@pytest.fixture
+def short_vectors(monkeypatch):
+    """The sizes that an ARM processor has, compiled for this one."""
+    short = replace(kernels.current_target(), isa="short", vector_bytes=16, rows=8)
+    monkeypatch.setattr(kernels, "target", lambda wanted="": short)
 
 
 @pytest.mark.sample(3)
+@pytest.mark.usefixtures("short_vectors")
 @pytest.mark.parametrize(("dtype", "dim"), [(torch.float32, 96), (torch.bfloat16, 192), (torch.float64, 192)])
 @pytest.mark.parametrize("rows", [1, 2, 4])
-def test_decoding_with_vectors_as_short_as_neon(monkeypatch, dtype, dim, rows):
-    """The sizes that an ARM processor has, compiled for this one."""
+def test_decoding_with_vectors_as_short_as_neon(dtype, dim, rows):
     torch.manual_seed(0)
-    machine = kernels.current_target()
-    monkeypatch.setattr(
-        kernels, "target", lambda wanted="": replace(machine, isa="short", vector_bytes=16, rows=8)
-    )
     inputs = qkv(1, rows, 200, 1, 1, dim, dtype)
     problem = describe(inputs, Options())
     assert configs.is_decoding(problem)
@@ -371,16 +359,13 @@ def test_decoding_with_vectors_as_short_as_neon(monkeypatch, dtype, dim, rows):
 
 
 @pytest.mark.sample(3)
+@pytest.mark.usefixtures("short_vectors")
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     ("seqlen_q", "seqlen_k", "dim"), [(13, 50, 12), (17, 50, 12), (40, 130, 12), (35, 300, 20)]
 )
-def test_tiles_with_vectors_as_short_as_neon(monkeypatch, dtype, seqlen_q, seqlen_k, dim):
+def test_tiles_with_vectors_as_short_as_neon(dtype, seqlen_q, seqlen_k, dim):
     """A step of 8 rows may be more than a tile has; with dim 12 it goes through scratch."""
-    machine = kernels.current_target()
-    monkeypatch.setattr(
-        kernels, "target", lambda wanted="": replace(machine, isa="short", vector_bytes=16, rows=8)
-    )
     check_attention(*qkv(2, seqlen_q, seqlen_k, 2, 1, dim, dtype)[:3], backend="llvm", causal=True)
     check_attention(*qkv(2, seqlen_q, seqlen_k, 2, 1, dim, dtype)[:3], backend="llvm")
 
@@ -445,17 +430,12 @@ def test_any_number_of_threads_gives_the_same_bits(shape, dtype):
     inputs = qkv(batch, seqlen_q, seqlen_k, heads, kv_heads, dtype=dtype)
     problem = describe(inputs, Options(window_left=300, window_right=200))
     dout = torch.randn_like(inputs.query)
-    before, results = torch.get_num_threads(), []
-    try:
-        for threads in (1, 2, 5, 2):
-            torch.set_num_threads(threads)
-            out, lse = llvm.forward(problem, inputs)
-            results.append((out, lse, *llvm.backward(problem, inputs, out, lse, dout, None)[:3]))
-    finally:
-        torch.set_num_threads(before)
-    for other in results[1:]:
-        for a, b in zip(results[0], other):
-            assert torch.equal(a, b)
+
+    def results():
+        out, lse = llvm.forward(problem, inputs)
+        return out, lse, *llvm.backward(problem, inputs, out, lse, dout, None)[:3]
+
+    random_cases.check_threads(results)
 
 
 @pytest.mark.parametrize(("dtype", "mib"), [(torch.float32, 3), (torch.bfloat16, 4), (torch.float16, 4)])
@@ -495,12 +475,7 @@ def test_heads_whose_sums_share_memory_get_the_same_bits(heads, kv_heads, thread
 def test_tiles_that_threads_share_give_the_same_bits(heads, seqlen_k, window):
     inputs = qkv(1, 128, seqlen_k, heads, heads, 64, torch.float32)
     problem = describe(inputs, Options(window_left=window[0], window_right=window[1]))
-    results = []
-    for threads in (1, 2, 5):
-        torch.set_num_threads(threads)
-        results.append(llvm.forward(problem, inputs))
-    for out, lse in results[1:]:
-        assert torch.equal(out, results[0][0]) and torch.equal(lse, results[0][1])
+    random_cases.check_threads(lambda: llvm.forward(problem, inputs))
 
 
 @pytest.mark.sample(12)
