@@ -201,12 +201,11 @@ def words(rows: Rows) -> Rows:
 
 def pair_rows(dst: Rows, src: Rows, count: Scalar) -> None:
     """dst[p, c] = (src[2p, c], src[2p + 1, c]) for 2p < count: the pairs of src, from its rows."""
-    wide = ir.VectorType(I32, LANES)
     for r in loop(0, count, 2):
         for c in range(0, dst.stride, LANES):
-            low, high = (Value(builder().zext(src[r + i, c].load(LANES).raw, wide)) for i in range(2))
-            pair = builder().bitcast((low | (high << 16)).raw, ir.VectorType(F32, LANES))
-            dst[r // 2, c].store(Value(pair))
+            low, high = (src[r + i, c].as_kind("u16").load(LANES) for i in range(2))
+            pair = bitcast(low | (high << 16), F32)
+            dst[r // 2, c].store(pair)
 
 
 def cut(numbers: Sequence[Operand], count: int) -> Iterator[list[Operand]]:

@@ -30,6 +30,7 @@ from tilewise.cpu.dsl.vector import (
     absolute,
     as_kind,
     bitcast,
+    converted,
     element_of,
     float_function,
     fma,
@@ -52,8 +53,7 @@ def elementary(name: str, x: Operand, degree: int) -> Value:
         return exp_of_any(x, degree)
     if name == "tanh":
         return Value(tanh(x, degree)[0].raw)
-    kind = "f32" if element_of(x.type) == F32 else "f64"
-    return as_kind(_IN_FLOAT64[name](as_kind(x, "f64")), kind)
+    return converted(_IN_FLOAT64[name](as_kind(x, "f64")), x.type)
 
 
 _INTRINSICS = {"sqrt": "sqrt", "floor": "floor", "ceil": "ceil", "trunc": "trunc", "round": "roundeven"}
@@ -70,7 +70,7 @@ def exp_of_any(x: Operand, degree: int) -> Value:
 
 def _expm1(x: Operand) -> Value:
     """2^n (2^f - 1) + (2^n - 1); beyond 40, e^x."""
-    limited = select(x.equals(x), minimum(x, like(40.0, x)), x)
+    limited = select(x.equals(x), minimum(x, 40.0), x)
     power, fraction = exp_parts(limited, DEGREE_F64)
     return select(x > 40.0, exp_of_any(x, DEGREE_F64), fma(power, fraction, power - 1.0))
 
@@ -95,11 +95,11 @@ def _turned(shift: int) -> Callable[[Operand], Value]:
     """
 
     def found(x: Operand) -> Value:
-        magic = like(1.5 * 2.0 ** FORMATS[F64].mantissa, x)
-        shifted = fma(x, like(1 / QUARTER_TURN[0], x), magic)
+        magic = 1.5 * 2.0 ** FORMATS[F64].mantissa
+        shifted = fma(x, 1 / QUARTER_TURN[0], magic)
         turns = shifted - magic
-        rest = fma(-1.0 * turns, like(QUARTER_TURN[0], x), x)
-        rest = fma(-1.0 * turns, like(QUARTER_TURN[1], x), rest)
+        rest = fma(-1.0 * turns, QUARTER_TURN[0], x)
+        rest = fma(-1.0 * turns, QUARTER_TURN[1], rest)
         square = rest * rest
         sine = rest * horner(_SINE, square)
         cosine = horner(_COSINE, square)
@@ -133,7 +133,7 @@ def absolute_power(a: Operand, b: Operand) -> Value:
     rest = fma(y, found, -power) + y * left_out
     e = exp_of_any(power, DEGREE_F64)
     e = select((e < math.inf) & (absolute(rest) < 1.0), fma(e, rest, e), e)
-    return as_kind(e, "f32" if element_of(a.type) == F32 else "f64")
+    return converted(e, a.type)
 
 
 def fmod(a: Operand, b: Operand) -> Value:
@@ -148,7 +148,7 @@ def fmod(a: Operand, b: Operand) -> Value:
         x = Value(rest.raw)
         rest.set(fma(-1.0 * float_function("floor", x / by), by, x))
     found = select(by.equals(math.inf), first + first * 0.0, Value(rest.raw))  # NaN of an infinite a
-    return float_function("copysign", as_kind(found, "f32" if is_short else "f64"), a)
+    return float_function("copysign", converted(found, a.type), a)
 
 
 def nan_minimum(a: Operand, b: Operand) -> Value:
@@ -161,4 +161,4 @@ def nan_maximum(a: Operand, b: Operand) -> Value:
 
 
 def is_nan(x: Operand) -> Value:
-    return x.equals(x) ^ like(1, x.equals(x))
+    return x.equals(x) ^ 1

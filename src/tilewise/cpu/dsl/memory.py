@@ -24,6 +24,7 @@ from tilewise.cpu.dsl.vector import (
     as_int,
     bitcast,
     builder,
+    converted,
     emitter,
     of_lanes,
     select,
@@ -33,7 +34,7 @@ from tilewise.cpu.dsl.vector import (
 # How kinds are read that are not computed in.
 WIDENED = {
     "f16": ("fpext", F32), "bf16": ("zext", I32), "bool": ("uitofp", F32),
-    "i32": ("sext", I64), "u8": ("zext", I64),
+    "i32": ("sext", I64), "u16": ("zext", I32), "u8": ("zext", I64),
 }  # fmt: skip
 
 
@@ -83,15 +84,14 @@ class Ptr:
 
     def store(self, value: Operand) -> None:
         """Store a number or a vector, rounded to nearest even in the stored kind."""
-        raw = value.raw
         if self.kind == "f16":
-            raw = builder().fptrunc(raw, of_lanes(value.type, F16))
+            value = converted(value, of_lanes(value.type, F16))
         elif self.kind == "bf16":
             bits = bitcast(value, I32)
             rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
             bits = select(value.equals(value), rounded, 0x7FC0)  # a quiet NaN
-            raw = builder().trunc(bits.raw, of_lanes(value.type, I16))
-        builder().store(raw, self.address, align=BYTES[self.kind])
+            value = converted(bits, of_lanes(value.type, I16))
+        builder().store(value.raw, self.address, align=BYTES[self.kind])
 
     def splat(self, lanes: int) -> Value:
         return splat(self.load(), lanes)
@@ -111,20 +111,19 @@ class Halves:
     """A float32 in two places of 16 bits: the upper half of its bits in one, the lower in the other."""
 
     def __init__(self, upper: Ptr, lower: Ptr) -> None:
-        self.places = upper.as_kind("i16"), lower
+        self.places = upper.as_kind("u16"), lower.as_kind("u16")
 
     def __getitem__(self, index: Scalar) -> Halves:
         return Halves(*(place[index] for place in self.places))
 
     def load(self, lanes: int) -> Value:
-        wide = ir.VectorType(I32, lanes)
-        upper, lower = (Value(builder().zext(place.load(lanes).raw, wide)) for place in self.places)
+        upper, lower = (place.load(lanes) for place in self.places)
         return bitcast((upper << 16) | lower, F32)
 
     def store(self, value: Operand) -> None:
-        bits, narrow = bitcast(value, I32), ir.VectorType(I16, value.type.count)
+        bits = bitcast(value, I32)
         for place, half in zip(self.places, (bits >> 16, bits)):
-            place.store(Value(builder().trunc(half.raw, narrow)))
+            place.store(converted(half, of_lanes(bits.type, I16)))
 
 
 class Rows:

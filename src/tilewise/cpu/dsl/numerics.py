@@ -19,7 +19,7 @@ from tilewise.cpu.dsl.vector import (
     Value,
     absolute,
     bitcast,
-    builder,
+    converted,
     element_of,
     emitter,
     float_function,
@@ -58,10 +58,10 @@ def exp_parts(x: Operand, degree: int, unit: float = LN_2) -> tuple[Value, Value
     (degree 4), 4e-17 (degree 11). NaN stays NaN.
     """
     f = FORMATS[element_of(x.type)]
-    magic, units = like(1.5 * 2.0**f.mantissa + f.bias, x), like(1 / unit, x)
-    x = maximum(like(-f.bias * unit, x), x)
-    shifted = fma(x, units, magic)
-    fraction = fma(x, units, magic - shifted)
+    magic = 1.5 * 2.0**f.mantissa + f.bias
+    x = maximum(-f.bias * unit, x)
+    shifted = fma(x, 1 / unit, magic)
+    fraction = fma(x, 1 / unit, magic - shifted)
     power = bitcast(bitcast(shifted, f.bits) << f.mantissa, element_of(x.type))
     series = horner(polynomial(_power_rest, -0.5, 0.5, degree - 1), fraction)
     return power, series * fraction
@@ -122,7 +122,7 @@ def horner(terms: Sequence[float], x: Operand) -> Value:
     """The polynomial with these coefficients, constant first."""
     series = Value(like(terms[-1], x).raw)
     for term in reversed(terms[:-1]):
-        series = fma(series, x, like(term, x))
+        series = fma(series, x, term)
     return series
 
 
@@ -143,7 +143,7 @@ def tanh(x: Operand, degree: int) -> tuple[Value, Value]:
         return float_function("copysign", e / (e + 2.0), x), slope
     square = x * x
     near = fma(x * square, horner(polynomial(_tanh_rest, 0.0, SMALL**2, 5), square), Value(x.raw))
-    is_near, near_slope = size < SMALL, fma(-1.0 * near, near, like(1.0, x))
+    is_near, near_slope = size < SMALL, fma(-1.0 * near, near, 1.0)
     return select(is_near, near, float_function("copysign", 1.0 - half, x)), select(
         is_near, near_slope, slope
     )
@@ -166,20 +166,16 @@ def log(x: Operand) -> tuple[Value, Value]:
     mantissa = bitcast((bits & low) | (f.bias << f.mantissa), element_of(x.type))  # in [1, 2)
     is_high = mantissa > math.sqrt(2)
     mantissa = select(is_high, mantissa * 0.5, mantissa)
-    exponent = (bits >> f.mantissa) - f.bias
-    exponent = Value(builder().sitofp(exponent.raw, x.type))
+    exponent = converted((bits >> f.mantissa) - f.bias, x.type)
     exponent = select(is_high, exponent + 1.0, exponent)
     t = (mantissa - 1.0) / (mantissa + 1.0)  # |t| < 0.172
     square = t * t
-    series = like(2 / (2 * f.log_terms - 1), x)
-    for k in range(f.log_terms - 2, -1, -1):
-        series = fma(series, square, like(2 / (2 * k + 1), x))
-    rest = series * t
-    found = fma(exponent, like(LN_2, x), rest)
+    rest = horner([2 / (2 * k + 1) for k in range(f.log_terms)], square) * t
+    found = fma(exponent, LN_2, rest)
     # Few digits of ln 2 times the exponent are exact, and so is what that lacks of their sum.
     digits = 2.0 ** (f.mantissa - 12)
     few = math.floor(LN_2 * digits) / digits
-    left_out = fma(exponent, like(LN_2 - few + LN_2_LOW, x), (exponent * few - found) + rest)
+    left_out = fma(exponent, LN_2 - few + LN_2_LOW, (exponent * few - found) + rest)
     return select(x.equals(x), found, x), left_out
 
 
@@ -202,7 +198,7 @@ def exact_sum(x: Operand, y: Operand) -> tuple[Value, Value]:
     return total, (x - (total - part)) + (y - part)
 
 
-def quotient(x: Operand, y: Operand, inverse: Operand) -> Value:
+def quotient(x: Operand, y: Operand, inverse: Operand | float) -> Value:
     """x / y to the last bit or nearly, from inverse = 1 / y: a correction costs less than a division."""
     q = x * inverse
     rest = fma(-1.0 * q, y, x)

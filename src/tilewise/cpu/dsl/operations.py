@@ -11,13 +11,13 @@ import llvmlite.ir as ir
 from tilewise.core.functions.expression import COMPARISONS
 from tilewise.cpu.dsl.elementary import absolute_power, elementary, fmod, nan_maximum, nan_minimum
 from tilewise.cpu.dsl.vector import (
-    F64,
-    I1,
     I32,
     Operand,
     Value,
     absolute,
+    as_kind,
     builder,
+    converted,
     is_float,
     like,
     maximum,
@@ -31,34 +31,12 @@ def is_invertible(constant: Any) -> bool:
     return constant is not None and 1e-30 < abs(constant) < 1e30
 
 
-def converted(x: Operand, type_: ir.Type) -> Value:
-    """A number or vector as another type of as many lanes: integers of 1 (a bool), 32 or 64 bits, a float."""
-    if x.type == type_:
-        return Value(x.raw)
-    element = type_.element if isinstance(type_, ir.VectorType) else type_
-    was = x.type.element if isinstance(x.type, ir.VectorType) else x.type
-    b = builder()
-    if element == I1:
-        compared = b.fcmp_unordered if is_float(was) else b.icmp_signed
-        return Value(compared("!=", x.raw, like(0, x).raw))
-    if is_float(element):
-        return Value((b.uitofp if was == I1 else b.sitofp)(x.raw, type_))
-    if is_float(was):
-        limit = 2.0**62  # what is beyond has no integer in PyTorch either
-        x = select(x.equals(x), maximum(-limit, minimum(x, like(limit, x))), 0.0)
-        return Value(b.fptosi(x.raw, type_))
-    if was == I1:
-        return Value(b.zext(x.raw, type_))
-    return Value((b.trunc if was.width > element.width else b.sext)(x.raw, type_))
-
-
 def floor_quotient(a: Operand, b: Operand, is_constant: bool) -> Value:
     """a // b of integers, b not 0. Of 32-bit vectors, which no processor divides, in float64: exact."""
     is_short = isinstance(a.type, ir.VectorType) and a.type.element == I32
     if is_short and not is_constant:
-        wide = ir.VectorType(F64, a.type.count)
-        x, y = (Value(builder().sitofp(t.raw, wide)) for t in (a, b))
-        return Value(builder().fptosi(elementary("floor", x / y, 0).raw, a.type))
+        quotient = as_kind(a, "f64") / as_kind(b, "f64")
+        return Value(builder().fptosi(elementary("floor", quotient, 0).raw, a.type))
     is_minus_1 = b.equals(-1)  # by which a processor stops at the least number, and PyTorch negates it
     found = Value(builder().sdiv(a.raw, select(is_minus_1, 1, b).raw))
     found = select(is_minus_1, -a, found)
@@ -112,6 +90,6 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
     "fmod": fmod, "absolute_power": absolute_power,
     "minimum": _extreme(nan_minimum, minimum), "maximum": _extreme(nan_maximum, maximum),
     **dict(zip(COMPARISONS, map(_compared, ("<", "<=", "==", "!=")))),
-    "and": operator.and_, "or": operator.or_, "xor": operator.xor, "not": lambda a: a ^ like(-1, a),
+    "and": operator.and_, "or": operator.or_, "xor": operator.xor, "not": lambda a: a ^ -1,
     "shl": _shift("shl"), "shr": _shift("ashr"), "where": select,
 }  # fmt: skip

@@ -26,9 +26,12 @@ I64, I32, I16, I8, I1 = (ir.IntType(bits) for bits in (64, 32, 16, 8, 1))
 ADDRESS = ir.PointerType()
 STORED = {
     "f64": F64, "f32": F32, "f16": F16, "bf16": I16,
-    "i64": I64, "i32": I32, "i16": I16, "u8": I8, "bool": I8, "ptr": ADDRESS,
+    "i64": I64, "i32": I32, "i16": I16, "u16": I16, "u8": I8, "bool": I8, "ptr": ADDRESS,
 }  # fmt: skip
-BYTES = {"f64": 8, "f32": 4, "f16": 2, "bf16": 2, "i64": 8, "i32": 4, "i16": 2, "u8": 1, "bool": 1, "ptr": 8}
+BYTES = {
+    "f64": 8, "f32": 4, "f16": 2, "bf16": 2,
+    "i64": 8, "i32": 4, "i16": 2, "u16": 2, "u8": 1, "bool": 1, "ptr": 8,
+}  # fmt: skip
 
 
 class Emitter:
@@ -46,11 +49,6 @@ class Emitter:
             signature = ir.FunctionType(result, [a.type for a in args])
             self.intrinsics[name] = ir.Function(self.module, signature, name)
         return self.builder.call(self.intrinsics[name], args)
-
-    def call(self, address: Operand, result: ir.Type, *args: ir.Value) -> ir.Value:
-        """Call the C function at an address, which is an integer."""
-        signature = ir.FunctionType(result, [a.type for a in args])
-        return self.builder.call(self.builder.inttoptr(address.raw, signature.as_pointer()), args)
 
     def on_entry(self) -> Any:
         """A context that writes where the function starts, outside every loop."""
@@ -88,7 +86,7 @@ def _operator(op: str, is_turned: bool = False) -> Callable[[Operand, Any], Valu
     """An instruction of two operands as a method; is_turned: of the one on the right."""
 
     def compute(self: Operand, other: Any) -> Value:
-        return _binary(op, like(other, self), self) if is_turned else _binary(op, self, other)
+        return _binary(op, other, self) if is_turned else _binary(op, self, other)
 
     return compute
 
@@ -119,7 +117,7 @@ class Operand:
     equals = _comparison("==")
 
     def __neg__(self) -> Value:
-        return like(0 if not is_float(self.type) else -0.0, self) - self
+        return (-0.0 if is_float(self.type) else 0) - self
 
 
 class Value(Operand):
@@ -195,16 +193,21 @@ def like(x: Any, other: Operand) -> Operand:
     return x
 
 
-def _binary(op: str, a: Operand, b: Any) -> Value:
+def alike(a: Any, b: Any) -> tuple[Operand, Operand]:
+    """Two of which at least one is an operand, as operands of one type."""
+    a = a if isinstance(a, Operand) else like(a, b)
     b = like(b, a)
-    a = like(a, b)
+    return like(a, b), b
+
+
+def _binary(op: str, a: Any, b: Any) -> Value:
+    a, b = alike(a, b)
     name = "f" + op if is_float(a.type) else op
     return Value(getattr(builder(), name)(a.raw, b.raw))
 
 
 def _compare(op: str, a: Operand, b: Any) -> Value:
-    b = like(b, a)
-    a = like(a, b)
+    a, b = alike(a, b)
     compare = builder().fcmp_ordered if is_float(a.type) else builder().icmp_signed
     return Value(compare(op, a.raw, b.raw))
 
@@ -238,38 +241,50 @@ def count_from(first: Scalar, lanes: int, width: int = 1) -> Value:
     return int32(first, lanes) + constants([lane // width for lane in range(lanes)])
 
 
-def as_kind(x: Operand, kind: str) -> Value:
-    """A floating-point value or a signed integer as float64 or float32."""
-    type_, b = of_lanes(x.type, STORED[kind]), builder()
+def converted(x: Operand, type_: ir.Type) -> Value:
+    """A number or vector as another type of as many lanes: integers, of 1 bit a bool, or a float."""
     if x.type == type_:
         return Value(x.raw)
-    if not is_float(x.type):
-        return Value(b.sitofp(x.raw, type_))
-    return Value((b.fpext if kind == "f64" else b.fptrunc)(x.raw, type_))
+    was, element, b = element_of(x.type), element_of(type_), builder()
+    if element == I1:
+        compared = b.fcmp_unordered if is_float(was) else b.icmp_signed
+        return Value(compared("!=", x.raw, like(0, x).raw))
+    if is_float(was) and is_float(element):
+        return Value((b.fpext if element == F64 else b.fptrunc)(x.raw, type_))
+    if is_float(element):
+        return Value((b.uitofp if was == I1 else b.sitofp)(x.raw, type_))
+    if is_float(was):
+        limit = 2.0**62  # what is beyond has no integer in PyTorch either
+        x = select(x.equals(x), maximum(-limit, minimum(x, limit)), 0.0)
+        return Value(b.fptosi(x.raw, type_))
+    if was == I1:
+        return Value(b.zext(x.raw, type_))
+    return Value((b.trunc if was.width > element.width else b.sext)(x.raw, type_))
+
+
+def as_kind(x: Operand, kind: str) -> Value:
+    """A floating-point value or a signed integer as float64 or float32."""
+    return converted(x, of_lanes(x.type, STORED[kind]))
 
 
 def select(condition: Operand, a: Any, b: Any) -> Value:
     """Lane by lane, a where condition, else b."""
-    if isinstance(a, Operand):
-        b = like(b, a)
-        a = like(a, b)
-    else:
-        a = like(a, b)
+    a, b = alike(a, b)
     return Value(builder().select(condition.raw, a.raw, b.raw))
 
 
-def minimum(a: Scalar, b: Scalar) -> Any:
+def minimum(a: Any, b: Any) -> Any:
     if isinstance(a, int) and isinstance(b, int):
         return min(a, b)
-    a, b = (as_int(a), b) if isinstance(b, Operand) else (a, as_int(b))
-    return select(a < b, a, b)  # type: ignore[operator]
+    a, b = alike(a, b)
+    return select(a < b, a, b)
 
 
 def maximum(a: Any, b: Any) -> Any:
     """max(a, b); when either is NaN the answer is b (one instruction on x86, which rules the same)."""
     if isinstance(a, int) and isinstance(b, int):
         return max(a, b)
-    a = a if isinstance(a, Operand) else like(a, b)
+    a, b = alike(a, b)
     return select(a > b, a, b)
 
 
@@ -277,9 +292,10 @@ def absolute(x: Operand) -> Value:
     return float_function("fabs", x)
 
 
-def fma(a: Operand, b: Operand, c: Operand) -> Value:
+def fma(a: Operand, b: Any, c: Any) -> Value:
     """a * b + c, rounded once."""
-    return float_function("fma", like(a, c), like(b, c), c)
+    a, c = alike(a, c)
+    return float_function("fma", a, like(b, c), c)
 
 
 def float_function(name: str, *operands: Operand) -> Value:

@@ -21,7 +21,6 @@ from tilewise.cpu.dsl.vector import (
     absolute,
     element_of,
     fma,
-    like,
     minimum,
     select,
 )
@@ -65,7 +64,7 @@ class VectorBackwardKernel(BackwardKernel):
     def shift_and_factor(self, lse: Value, residual: Value) -> tuple[Value, Value]:
         """exp(s - shift) * factor = exp(s - lse - residual); a shift of +inf makes that 0."""
         mantissa = FORMATS[element_of(lse.type)].mantissa
-        magic = like(1.5 * 2.0**mantissa, lse)  # rounds to an integer what is added to it and taken off again
+        magic = 1.5 * 2.0**mantissa  # rounds to an integer what is added to it and taken off again
         is_small = absolute(lse) < 2.0 ** (mantissa - 1)
         shift = select(is_small, (lse + magic) - magic - BELOW, lse)
         return shift, exp(select(is_small, shift - lse, 0.0) - residual, self.shape.exp_degree)
@@ -100,7 +99,7 @@ class VectorBackwardKernel(BackwardKernel):
     def normalize(self, totals: list[Var], end: Value) -> None:
         """p_t by its sums: the rounding of a large lse, which counts in all of a row, is divided out."""
         lanes, columns = self.shape.lanes, self.shape.columns()
-        factors = [select(total > 0.0, like(1.0, total) / total, 1.0) for total in totals]
+        factors = [select(total > 0.0, 1.0 / total, 1.0) for total in totals]
         for r in loop(0, end):
             for c, factor in zip(columns, factors):
                 cell = self.p_t[r, c]

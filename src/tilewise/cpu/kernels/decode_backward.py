@@ -213,7 +213,7 @@ class DecodeBackwardKernel(DecodeKernel):
         if self.config.has_sinks:
             sink = exp(own.sink() - lse, shape.exp_degree, correction)
         total = p_sum + sink
-        factor = select(total > 0.0, shape.constant(1.0) / total, 1.0)
+        factor = select(total > 0.0, 1.0 / total, 1.0)
         excess = (ds_sum - sink * delta) * factor - dlse
         first, last = (int32(k, shape.lanes) for k in keys)
         for j in loop(keys[0] & -shape.lanes, keys[1], shape.lanes):

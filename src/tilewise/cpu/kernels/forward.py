@@ -33,7 +33,7 @@ from tilewise.cpu.dsl.bf16_products import tile_registers
 from tilewise.cpu.dsl.control import claim, loop, when
 from tilewise.cpu.dsl.memory import Ptr
 from tilewise.cpu.dsl.numerics import FLOAT32_DEGREE, exp, log, log_sum_exp, quotient
-from tilewise.cpu.dsl.vector import Operand, Scalar, Value, Var, as_int, fma, like, maximum, minimum, select
+from tilewise.cpu.dsl.vector import Operand, Scalar, Value, Var, as_int, fma, maximum, minimum, select
 from tilewise.cpu.kernels.common.dropout import GROUP, Dropout, TileDropout
 from tilewise.cpu.kernels.common.products import Matrix, Products, at, products_of
 from tilewise.cpu.kernels.common.scores import Scores
@@ -332,4 +332,4 @@ class ForwardKernel:
 
 def weighted(p: Operand, x: Operand, total: Operand) -> Value:
     """total + p x, where p is the exponential of x; 0 is added where x is -inf."""
-    return fma(p, maximum(like(-LEAST, x), x), total)
+    return fma(p, maximum(-LEAST, x), total)

@@ -22,7 +22,7 @@ from tilewise.cpu.dsl.elementary import elementary
 from tilewise.cpu.dsl.lanes import across, any_lane, first_lane
 from tilewise.cpu.dsl.memory import Ptr
 from tilewise.cpu.dsl.numerics import quotient
-from tilewise.cpu.dsl.operations import OPERATIONS, converted, floor_quotient, is_invertible, power
+from tilewise.cpu.dsl.operations import OPERATIONS, floor_quotient, is_invertible, power
 from tilewise.cpu.dsl.vector import (
     I1,
     I32,
@@ -32,6 +32,7 @@ from tilewise.cpu.dsl.vector import (
     Value,
     as_kind,
     builder,
+    converted,
     emitter,
     like,
     select,
@@ -210,7 +211,7 @@ class Scope:
         a, b = args
         constant = self.graph.value(node.args[1])
         if node.op == "div":
-            return quotient(a, b, like(1 / constant, a)) if is_invertible(constant) else a / b
+            return quotient(a, b, 1 / constant) if is_invertible(constant) else a / b
         if constant is None:
             b = select(b.equals(0), 1, b)
         if isinstance(constant, int) and constant > 0 and constant & (constant - 1) == 0:

@@ -28,7 +28,6 @@ from tilewise.cpu.dsl.vector import (
     as_int,
     count_from,
     int32,
-    like,
     maximum,
     minimum,
     select,
@@ -192,7 +191,7 @@ class TileFunctions:
             for r in range(len(s)):
                 for v in range(self.shape.vectors):
                     hidden = Value(s[r][v].raw).equals(-INF)
-                    visible = hidden ^ like(1, hidden)
+                    visible = hidden ^ 1
                     if unsure is not None:
                         visible = visible | (others(r, v) & inner.vector(unsure, r, v, BOOL))
                     seen[r, v] = self.exists[v] & visible
@@ -230,7 +229,7 @@ class RowFunctions:
         scope.scores[0, 0] = s
         found = scope.vector(self.owner.score, 0, 0, FLOAT)
         hidden = found.equals(-INF)
-        self._report(scope, exists & (hidden ^ like(1, hidden)), self.owner.unsure_score, exists)
+        self._report(scope, exists & (hidden ^ 1), self.owner.unsure_score, exists)
         return found
 
     def _report(self, scope: Scope, seen: Value, unsure: int | None, exists: Value) -> None:
