@@ -10,16 +10,7 @@ import math
 from collections.abc import Callable
 
 from tilewise.cpu.dsl.control import loop
-from tilewise.cpu.dsl.numerics import (
-    FORMATS,
-    LN_2,
-    exp,
-    exp_parts,
-    horner,
-    log,
-    polynomial,
-    tanh,
-)
+from tilewise.cpu.dsl.numerics import FORMATS, LN_2, exp, exp_parts, horner, log, polynomial, tanh
 from tilewise.cpu.dsl.vector import (
     F32,
     F64,

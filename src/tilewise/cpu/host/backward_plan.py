@@ -17,19 +17,10 @@ from tilewise.core.functions.expression import decode
 from tilewise.core.plan import Results, Retry
 from tilewise.core.problem import AttentionProblem, Gradients, Inputs
 from tilewise.core.signature import Signature, contiguous_strides, rows_dense
-from tilewise.cpu.host.arguments import CHANGING_BACKWARD, COUNTER, SLOTS, WORD, Block
-from tilewise.cpu.host.call_plan import (
-    CallPlan,
-    Division,
-    axes,
-    broadcast_strides,
-    dense,
-    longest,
-    lse_shape,
-)
+from tilewise.cpu.host.arguments import BLOCK_K, CHANGING_BACKWARD, COUNTER, SLOTS, WORD, Block
+from tilewise.cpu.host.call_plan import CallPlan, Division, axes, broadcast_strides, dense, longest, lse_shape
 from tilewise.cpu.host.compile import Kernel, load
 from tilewise.cpu.host.configs import KINDS, backward_config, decode_config, is_decoding
-from tilewise.cpu.host.forward_plan import BLOCK_K
 from tilewise.cpu.host.pool import CPU
 
 # Work items of a backward follow the process's cores, not a call's threads, which so do not change the bits.

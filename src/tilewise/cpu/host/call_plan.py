@@ -16,13 +16,7 @@ from torch import Tensor
 from tilewise.core.dropout import rate, threshold
 from tilewise.core.plan import Results, Retry, Watched
 from tilewise.core.problem import AttentionProblem, Inputs
-from tilewise.core.signature import (
-    Signature,
-    TensorSignature,
-    contiguous_strides,
-    rows_dense,
-    swapped,
-)
+from tilewise.core.signature import Signature, TensorSignature, contiguous_strides, rows_dense, swapped
 from tilewise.core.torch_private import empty_strided_cpu
 from tilewise.cpu.host import parallel
 from tilewise.cpu.host.arguments import CHANGING, NOT_CUT, UNBOUNDED, Block

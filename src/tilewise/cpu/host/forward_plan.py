@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from tilewise.core.problem import AttentionProblem
 from tilewise.core.signature import Signature
+from tilewise.cpu.host.arguments import BLOCK_K
 from tilewise.cpu.host.call_plan import Division, OutputPlan
 from tilewise.cpu.host.compile import current_target, load
 from tilewise.cpu.host.configs import decode_config, forward_config
 
-BLOCK_K = 64  # a split of the keys is a multiple
 DECODE_KEYS, DECODE_ITEMS = 512, 64  # a split has at least so many keys; so many work items are enough
 
 

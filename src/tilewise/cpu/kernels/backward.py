@@ -33,12 +33,12 @@ from tilewise.cpu.dsl.lanes import fold_sums
 from tilewise.cpu.dsl.memory import Rows
 from tilewise.cpu.dsl.numerics import exp
 from tilewise.cpu.dsl.vector import Scalar, Value, Var, fma, maximum, minimum, select
+from tilewise.cpu.host.arguments import BLOCK_K
 from tilewise.cpu.kernels.common.dropout import Dropout
 from tilewise.cpu.kernels.common.products import at, products_of
 from tilewise.cpu.kernels.common.scores import Scores
 from tilewise.cpu.kernels.common.sums import add_in_turn, fill_zero, scale_rows, sum_bytes
 from tilewise.cpu.kernels.common.tiles import (
-    BLOCK_K,
     INF,
     Arguments,
     Head,

@@ -14,25 +14,11 @@ from __future__ import annotations
 from tilewise.cpu.dsl.control import loop, when
 from tilewise.cpu.dsl.memory import Rows
 from tilewise.cpu.dsl.numerics import FORMATS, exp
-from tilewise.cpu.dsl.vector import (
-    Operand,
-    Value,
-    Var,
-    absolute,
-    element_of,
-    fma,
-    minimum,
-    select,
-)
+from tilewise.cpu.dsl.vector import Operand, Value, Var, absolute, element_of, fma, minimum, select
+from tilewise.cpu.host.arguments import BLOCK_K
 from tilewise.cpu.kernels.backward import BackwardKernel
 from tilewise.cpu.kernels.common.scores import Scores, through
-from tilewise.cpu.kernels.common.tiles import (
-    BLOCK_K,
-    Head,
-    KeyBlocks,
-    Scratch,
-    outer_sums,
-)
+from tilewise.cpu.kernels.common.tiles import Head, KeyBlocks, Scratch, outer_sums
 
 BELOW = 3.0  # lse by which scores are shifted: about where those of some twenty keys are
 

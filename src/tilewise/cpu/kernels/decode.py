@@ -45,10 +45,10 @@ from tilewise.cpu.dsl.vector import (
     minimum,
     select,
 )
+from tilewise.cpu.host.arguments import BLOCK_K
 from tilewise.cpu.kernels.common.functions import KernelFunctions, RowFunctions
 from tilewise.cpu.kernels.common.splits import Block, SplitKernel
 from tilewise.cpu.kernels.common.tiles import (
-    BLOCK_K,
     INF,
     Grid,
     Head,

@@ -49,8 +49,9 @@ from tilewise.cpu.dsl.vector import (
     minimum,
     select,
 )
+from tilewise.cpu.host.arguments import BLOCK_K
 from tilewise.cpu.kernels.common.splits import Block, SplitKernel
-from tilewise.cpu.kernels.common.tiles import BLOCK_K, INF, Head, Scratch, load_rows, round_up
+from tilewise.cpu.kernels.common.tiles import INF, Head, Scratch, load_rows, round_up
 
 SLACK = 8.0  # scores may be so far above the m that weights count from: they are rounded all the same
 DEGREE = 4  # of 2^f: off by 5e-6, as in the forward

@@ -21,17 +21,7 @@ from tilewise.core.functions.tile_map import EMPTY, FULL
 from tilewise.cpu.dsl.control import loop, when
 from tilewise.cpu.dsl.lanes import any_lane
 from tilewise.cpu.dsl.memory import Ptr, Rows
-from tilewise.cpu.dsl.vector import (
-    Scalar,
-    Value,
-    Var,
-    as_int,
-    count_from,
-    int32,
-    maximum,
-    minimum,
-    select,
-)
+from tilewise.cpu.dsl.vector import Scalar, Value, Var, as_int, count_from, int32, maximum, minimum, select
 from tilewise.cpu.kernels.common.function_scope import LANE, LINE, Expression, Scope, any_of, report
 from tilewise.cpu.kernels.common.tiles import INF, Grid, Head, Scratch, Shape
 

@@ -27,15 +27,7 @@ from tilewise.cpu.dsl.vector import (
 )
 from tilewise.cpu.kernels.common.functions import KernelFunctions
 from tilewise.cpu.kernels.common.sums import add_row
-from tilewise.cpu.kernels.common.tiles import (
-    INF,
-    Grid,
-    Head,
-    Scratch,
-    Shape,
-    round_up,
-    transpose_rows,
-)
+from tilewise.cpu.kernels.common.tiles import INF, Grid, Head, Scratch, Shape, round_up, transpose_rows
 
 BYTES_AT_ONCE = 32  # of a mask
 

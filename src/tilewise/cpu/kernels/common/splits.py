@@ -31,8 +31,8 @@ from tilewise.cpu.dsl.vector import (
     select,
     splat,
 )
+from tilewise.cpu.host.arguments import BLOCK_K
 from tilewise.cpu.kernels.common.tiles import (
-    BLOCK_K,
     INF,
     Arguments,
     Head,

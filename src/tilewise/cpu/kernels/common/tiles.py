@@ -41,7 +41,6 @@ from tilewise.cpu.host.arguments import (
     Target,
 )
 
-BLOCK_K = 64  # keys converted and scored together; 32 to 128 measure alike in long sequences
 BF16_STEP = 32  # rows, columns and terms that a product of bfloat16 takes at a time
 LONG_SUM = 64  # products that one chain sums at most in float32, where their number is known
 INF = math.inf
