@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 
 from tilewise.cpu.dsl.control import loop
 from tilewise.cpu.dsl.numerics import FORMATS, LN_2, exp, exp_parts, horner, log, polynomial, tanh
@@ -79,27 +80,23 @@ def _log1p(x: Operand) -> Value:
     return _log(total) + select(absolute(lost) < 1.0, lost, 0.0)
 
 
-def _turned(shift: int) -> Callable[[Operand], Value]:
-    """sin (of x + shift quarter turns): a polynomial of what x is beyond the nearest quarter turn.
+def _turned(shift: int, x: Operand) -> Value:
+    """sin of x + shift quarter turns: a polynomial of what x is beyond the nearest quarter turn.
 
     NaN from 2^51 on, where quarter turns are no longer counted exactly.
     """
-
-    def found(x: Operand) -> Value:
-        magic = 1.5 * 2.0 ** FORMATS[F64].mantissa
-        shifted = fma(x, 1 / QUARTER_TURN[0], magic)
-        turns = shifted - magic
-        rest = fma(-1.0 * turns, QUARTER_TURN[0], x)
-        rest = fma(-1.0 * turns, QUARTER_TURN[1], rest)
-        square = rest * rest
-        sine = rest * horner(_SINE, square)
-        cosine = horner(_COSINE, square)
-        quadrant = bitcast(shifted, I64) + shift
-        is_cosine, is_negative = (quadrant & 1).equals(1), (quadrant & 2).equals(2)
-        size = select(is_cosine, cosine, sine)
-        return select(absolute(x) < 2.0**51, select(is_negative, -size, size), math.nan)
-
-    return found
+    magic = 1.5 * 2.0 ** FORMATS[F64].mantissa
+    shifted = fma(x, 1 / QUARTER_TURN[0], magic)
+    turns = shifted - magic
+    rest = fma(-1.0 * turns, QUARTER_TURN[0], x)
+    rest = fma(-1.0 * turns, QUARTER_TURN[1], rest)
+    square = rest * rest
+    sine = rest * horner(_SINE, square)
+    cosine = horner(_COSINE, square)
+    quadrant = bitcast(shifted, I64) + shift
+    is_cosine, is_negative = (quadrant & 1).equals(1), (quadrant & 2).equals(2)
+    size = select(is_cosine, cosine, sine)
+    return select(absolute(x) < 2.0**51, select(is_negative, -size, size), math.nan)
 
 
 def _sine_rest(t: float) -> float:
@@ -112,7 +109,7 @@ _COSINE = polynomial(lambda t: math.cos(math.sqrt(t)), 0.0, QUARTER, 8)
 _IN_FLOAT64: dict[str, Callable[[Operand], Value]] = {
     "exp2": lambda x: exp_of_any(x * LN_2, DEGREE_F64), "expm1": _expm1, "log": _log, "log1p": _log1p,
     "log2": lambda x: _log(x) / LN_2, "log10": lambda x: _log(x) / math.log(10),
-    "sin": _turned(0), "cos": _turned(1),
+    "sin": partial(_turned, 0), "cos": partial(_turned, 1),
 }  # fmt: skip
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import llvmlite.ir as ir
@@ -60,36 +61,33 @@ def _absolute(x: Operand) -> Value:
     return absolute(x) if is_float(x.type) else select(x < 0, -x, x)
 
 
-def _shift(name: str) -> Callable[[Operand, Operand], Value]:
+def _shifted(name: str, a: Operand, b: Operand) -> Value:
     """By less than 0 or more than 63 bits no bit is left, but the sign to the right, as in PyTorch."""
-
-    def shifted(a: Operand, b: Operand) -> Value:
-        is_outside = (b < 0) | (b > 63)
-        found = Value(getattr(builder(), name)(a.raw, select(is_outside, 63, b).raw))
-        return select(is_outside, 0, found) if name == "shl" else found
-
-    return shifted
+    is_outside = (b < 0) | (b > 63)
+    found = Value(getattr(builder(), name)(a.raw, select(is_outside, 63, b).raw))
+    return select(is_outside, 0, found) if name == "shl" else found
 
 
-def _compared(op: str) -> Callable[[Operand, Operand], Value]:
-    def found(a: Operand, b: Operand) -> Value:
-        compare = builder().icmp_signed
-        if is_float(a.type):
-            compare = builder().fcmp_unordered if op == "!=" else builder().fcmp_ordered
-        return Value(compare(op, a.raw, b.raw))
-
-    return found
+def _compared(op: str, a: Operand, b: Operand) -> Value:
+    compare = builder().icmp_signed
+    if is_float(a.type):
+        compare = builder().fcmp_unordered if op == "!=" else builder().fcmp_ordered
+    return Value(compare(op, a.raw, b.raw))
 
 
-def _extreme(of_floats: Callable[..., Any], of_integers: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda a, b: (of_floats if is_float(a.type) else of_integers)(a, b)
+def _minimum(a: Operand, b: Operand) -> Value:
+    return (nan_minimum if is_float(a.type) else minimum)(a, b)
+
+
+def _maximum(a: Operand, b: Operand) -> Value:
+    return (nan_maximum if is_float(a.type) else maximum)(a, b)
 
 
 OPERATIONS: dict[str, Callable[..., Any]] = {
     "add": operator.add, "sub": operator.sub, "mul": operator.mul, "neg": operator.neg, "abs": _absolute,
     "fmod": fmod, "absolute_power": absolute_power,
-    "minimum": _extreme(nan_minimum, minimum), "maximum": _extreme(nan_maximum, maximum),
-    **dict(zip(COMPARISONS, map(_compared, ("<", "<=", "==", "!=")))),
+    "minimum": _minimum, "maximum": _maximum,
+    **{name: partial(_compared, op) for name, op in zip(COMPARISONS, ("<", "<=", "==", "!="))},
     "and": operator.and_, "or": operator.or_, "xor": operator.xor, "not": lambda a: a ^ -1,
-    "shl": _shift("shl"), "shr": _shift("ashr"), "where": select,
+    "shl": partial(_shifted, "shl"), "shr": partial(_shifted, "ashr"), "where": select,
 }  # fmt: skip
