@@ -193,7 +193,7 @@ def like(x: Any, other: Operand) -> Operand:
     return x
 
 
-def alike(a: Any, b: Any) -> tuple[Operand, Operand]:
+def _alike(a: Any, b: Any) -> tuple[Operand, Operand]:
     """Two of which at least one is an operand, as operands of one type."""
     a = a if isinstance(a, Operand) else like(a, b)
     b = like(b, a)
@@ -201,13 +201,13 @@ def alike(a: Any, b: Any) -> tuple[Operand, Operand]:
 
 
 def _binary(op: str, a: Any, b: Any) -> Value:
-    a, b = alike(a, b)
+    a, b = _alike(a, b)
     name = "f" + op if is_float(a.type) else op
     return Value(getattr(builder(), name)(a.raw, b.raw))
 
 
 def _compare(op: str, a: Operand, b: Any) -> Value:
-    a, b = alike(a, b)
+    a, b = _alike(a, b)
     compare = builder().fcmp_ordered if is_float(a.type) else builder().icmp_signed
     return Value(compare(op, a.raw, b.raw))
 
@@ -242,7 +242,7 @@ def count_from(first: Scalar, lanes: int, width: int = 1) -> Value:
 
 
 def converted(x: Operand, type_: ir.Type) -> Value:
-    """A number or vector as another type of as many lanes: integers, of 1 bit a bool, or a float."""
+    """A number or vector as another type of as many lanes: a float, an integer, or a bool of 1 bit."""
     if x.type == type_:
         return Value(x.raw)
     was, element, b = element_of(x.type), element_of(type_), builder()
@@ -269,14 +269,14 @@ def as_kind(x: Operand, kind: str) -> Value:
 
 def select(condition: Operand, a: Any, b: Any) -> Value:
     """Lane by lane, a where condition, else b."""
-    a, b = alike(a, b)
+    a, b = _alike(a, b)
     return Value(builder().select(condition.raw, a.raw, b.raw))
 
 
 def minimum(a: Any, b: Any) -> Any:
     if isinstance(a, int) and isinstance(b, int):
         return min(a, b)
-    a, b = alike(a, b)
+    a, b = _alike(a, b)
     return select(a < b, a, b)
 
 
@@ -284,7 +284,7 @@ def maximum(a: Any, b: Any) -> Any:
     """max(a, b); when either is NaN the answer is b (one instruction on x86, which rules the same)."""
     if isinstance(a, int) and isinstance(b, int):
         return max(a, b)
-    a, b = alike(a, b)
+    a, b = _alike(a, b)
     return select(a > b, a, b)
 
 
@@ -294,7 +294,7 @@ def absolute(x: Operand) -> Value:
 
 def fma(a: Operand, b: Any, c: Any) -> Value:
     """a * b + c, rounded once."""
-    a, c = alike(a, c)
+    a, c = _alike(a, c)
     return float_function("fma", a, like(b, c), c)
 
 
