@@ -9,7 +9,7 @@ import os
 import random
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -54,6 +54,13 @@ def pytest_ignore_collect(collection_path: Path) -> bool | None:
     """Scripts beside tests have no doctests, and importing one may put an emulator in a kernel's place."""
     is_test = collection_path.is_dir() or collection_path.name.startswith("test_")
     return True if collection_path.is_relative_to(Path(__file__).parent) and not is_test else None
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collect_file() -> Iterator[Any]:
+    """Tests have no doctests, whose collector would skip a file that cannot be imported."""
+    collectors = yield
+    return [c for c in collectors if type(c) is pytest.Module]
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import tilewise
-from tilewise import flash_attn, flash_attn_3, repeat
+from tilewise import flash_attn, flash_attn_3
 from tilewise.core.signature import is_lazy
-from tilewise.cpu.host.tensor_bits import tensor_bits
+from tilewise.dispatch import plans
 from tilewise.integrations.sdpa import scaled_dot_product_attention
 
 BACKENDS = ("llvm", "aten", "tiled", None)
@@ -27,7 +27,7 @@ def tensors(*shapes, dtype=torch.float32):
 
 @pytest.fixture(autouse=True)
 def _fresh():
-    repeat.clear()
+    plans.clear()
 
 
 def test_the_imaginary_part_of_a_conjugate():
@@ -149,8 +149,3 @@ def test_zeros_without_memory():
         tilewise.attention(leaf, key, key), leaf, torch._efficientzerotensor((1, 4, 2, 8))
     )
     assert not grad.any()
-
-
-def test_machine_code_finds_the_bits():
-    """On PyTorch's releases so far. Elsewhere calls are looked at in Python."""
-    assert tensor_bits() is not None

@@ -29,7 +29,9 @@ def _after_fork() -> None:
 
 def run(kernel: Kernel, arguments: int, num_threads: int) -> None:
     """Call the kernel on `num_threads` threads; `arguments` is the address of its argument block."""
-    if not _is_forked and (team := _openmp()) is not None:
+    if num_threads == 1:
+        kernel.call(arguments)
+    elif not _is_forked and (team := _openmp()) is not None:
         team(kernel.address, arguments, num_threads, 0)
     else:
         _pool(kernel.call, arguments, num_threads)
