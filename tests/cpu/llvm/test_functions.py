@@ -288,6 +288,19 @@ def test_maps_do_not_grow_with_the_square(monkeypatch):
     assert made.block_q == 48 << (made.block_k // 32).bit_length() - 1
 
 
+def test_maps_of_more_heads_than_tiles(monkeypatch):
+    """Each head has one tile at least, and their kinds do not depend on how many are found at once."""
+    found = trace(lambda b, h, i, j: (i >= j + 30 * h) & (j + 50 > 40 * b), None).functions
+    call = found, maps.Buffers(None, None, None), (3, 5, 100, 100), 128, 128, torch.device("cpu")
+    exact = maps.kernel_map(*call)
+    monkeypatch.setattr(maps, "TILES_AT_ONCE", 8)
+    monkeypatch.setattr(maps, "_kept", {})
+    for extent, block in (((3, 5, 100, 100), 128), ((3, 5, 200, 300), 512)):
+        made = maps.kernel_map(call[0], call[1], extent, 128, 128, call[-1])
+        assert made.kinds.shape == (3, 5, 1, 1) and made[1:] == (block, block)
+    assert torch.equal(maps.kernel_map(*call).kinds, exact.kinds) and len(exact.kinds.unique()) == 2
+
+
 def test_what_is_not_printed_is_refused():
     x, table = torch.randn(1, 6, 1, 4, requires_grad=True), torch.ones(6, requires_grad=True)
     large = torch.ones(1 << 12, (1 << 10) + 1, requires_grad=True)

@@ -65,13 +65,13 @@ def tile_kinds(
 
 def _chunks(sizes: list[int]) -> Iterator[tuple[slice, slice, slice]]:
     """Slices of b, h and i whose tiles are few enough."""
-    b, h, i, row = sizes
-    step = max(1, TILES_AT_ONCE // max(1, row))
-    if b * h * i <= step:
-        yield slice(None), slice(None), slice(None)
-        return
-    for starts in itertools.product(range(b), range(h), range(0, i, step)):
-        yield tuple(slice(n, n + size) for n, size in zip(starts, (1, 1, step)))  # type: ignore[misc]
+    *outer, row = sizes
+    room, steps = max(1, TILES_AT_ONCE // max(1, row)), []
+    for n in reversed(outer):
+        steps.append(max(1, min(n, room)))
+        room //= steps[-1]
+    for starts in itertools.product(*map(range, (0, 0, 0), outer, reversed(steps))):
+        yield tuple(slice(n, n + step) for n, step in zip(starts, reversed(steps)))  # type: ignore[misc]
 
 
 def _within(span: Blocks, axis: int, is_needed: bool, rows: tuple[slice, ...]) -> Blocks:
@@ -197,7 +197,7 @@ def kernel_map(
     batch, heads, seqlen_q, seqlen_k = (max(1, n) for n in extent)
     needs = functions.hides_by
     several = (batch if "b" in needs else 1) * (heads if "h" in needs else 1)
-    while several * -(-seqlen_q // block_q) * -(-seqlen_k // block_k) > TILES_AT_ONCE:
+    while -(-seqlen_q // block_q) * -(-seqlen_k // block_k) > max(1, TILES_AT_ONCE // several):
         block_q, block_k = 2 * block_q, 2 * block_k
     extent = (batch, heads, seqlen_q, seqlen_k)
     if device.type != "cpu":
