@@ -6,11 +6,14 @@ import collections
 import enum
 import functools
 import typing
+from unittest import mock
 
 import pytest
 import torch
 
 import tilewise
+from tilewise import reference
+from tilewise.core.functions import trace
 
 X = torch.randn(1, 20, 2, 8)
 FACTOR = 1
@@ -112,3 +115,22 @@ def test_what_changes_is_seen(name):
     for width in (2, 7, 4):
         found = tilewise.attention(X, X, X, mask_mod=FUNCTIONS[name](width))
         torch.testing.assert_close(found, tilewise.attention(X, X, X, window=(width, width)))
+
+
+def test_functions_that_share_a_tensor(monkeypatch):
+    """They are traced once, whatever its values, and again where they read two."""
+    traced = mock.Mock(wraps=trace._traced)
+    monkeypatch.setattr(trace, "_traced", traced)
+
+    def reading(first, second):
+        return {
+            "mask_mod": lambda b, h, i, j: first[i] == first[j],
+            "score_mod": lambda s, b, h, i, j: s + 0.1 * second[j],
+        }
+
+    a, b, c = (torch.arange(20) % n for n in (3, 4, 5))
+    for pair, times in (((a, a), 1), ((b, b), 1), ((a, b), 2), ((c, b), 2), ((c, c), 2)):
+        options = reading(*pair)
+        exact, _ = reference.attention(X, X, X, **options)
+        torch.testing.assert_close(tilewise.attention(X, X, X, **options), exact.float())
+        assert traced.call_count == times

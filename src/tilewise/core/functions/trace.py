@@ -259,10 +259,11 @@ class _Walk:
         raise _Unknown
 
     def _tensor(self, t: Tensor) -> Any:
-        self.tensors.append(t)
-        same = [n for n, other in enumerate(self.tensors) if other is t]
+        place = next((n for n, other in enumerate(self.tensors) if other is t), len(self.tensors))
+        if place == len(self.tensors):
+            self.tensors.append(t)
         attributes = self.key(t.__dict__) if t.__dict__ else None
-        return type(t), same[0], t.dtype, t.ndim, t.device, t.requires_grad, t.layout, attributes
+        return type(t), place, t.dtype, t.ndim, t.device, t.requires_grad, t.layout, attributes
 
     def _function(self, function: FunctionType) -> Any:
         if id(function) in self.open:
