@@ -233,6 +233,7 @@ STAYS = {
     "far": {"mask_mod": lambda b, h, i, j: abs(i - j) >= 3},
     "future": {"mask_mod": lambda b, h, i, j: j > i},
     "of the head": {"mask_mod": lambda b, h, i, j: i - j <= h},
+    "an absolute number": {"mask_mod": lambda b, h, i, j: (i - i + 3).abs() <= i - j},
     "steep": {"mask_mod": lambda b, h, i, j: j <= 2 * i},
     "of keys": {"mask_mod": lambda b, h, i, j: j <= 20},
     "hidden by their scores": {"score_mod": lambda s, b, h, i, j: torch.where(s > 0, s, -float("inf"))},

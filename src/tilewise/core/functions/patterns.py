@@ -163,7 +163,7 @@ class Reader:
             x, y, z = (sign * a - b for a, b in zip(self.linear[low], self.linear[high]))
             if (x, y) not in bounds:  # x * i + y * j <= -z
                 return None
-            bounds[x, y] = math.ceil(-z) - 1 if is_strict else math.floor(-z)
+            bounds[x, y] = min(bounds[x, y], math.ceil(-z) - 1 if is_strict else math.floor(-z))
         return bounds[BEHIND], bounds[AHEAD]
 
     def _visible_score(self, n: int) -> tuple[int, Term] | None:
