@@ -249,6 +249,7 @@ def test_functions_of_integers_and_bounds_of_nan():
         lambda i: torch.asinh(large[i]), lambda i: torch.hypot(large[i], bounds[i * 0]),
         lambda i: torch.logaddexp(large[i], bounds[0]) * 1e-9, lambda i: torch.copysign(large[i], bounds[3]),
         lambda i: torch.clamp(bounds[0] * 3, max=bounds[i]), lambda i: torch.clamp(bounds[0], min=bounds[i]),
+        lambda i: large[i].masked_fill(i > 1, 2.5),
     ):  # fmt: skip
         _, lse = tilewise.attention(
             q, q[:, :1], q[:, :1], backend="tiled", return_lse=True,
@@ -540,6 +541,7 @@ def test_the_default_dtype_and_layouts_are_seen():
         ({"score_mod": lambda s, b, h, i, j: s + torch.ones(6, 3)[i]}, TypeError, "row of 3 numbers.*line"),
         ({"score_mod": lambda s, b, h, i, j: s if torch.ones(6, 3)[i] else -s}, TypeError, "branch.*line"),
         ({"score_mod": lambda s, b, h, i, j: s + torch.ones(6)[i > j]}, TypeError, "not a bool.*line"),
+        ({"mask_mod": lambda b, h, i, j: (i > j) << (i < j)}, TypeError, "no two bools.*line"),
         ({"score_mod": lambda s, b, h, i, j: torch.zeros(2).add_(s)}, TypeError, "can't be written to.*line"),
         (
             {"score_mod": lambda s, b, h, i, j: s + nn.embedding(i, torch.ones(6, 2), padding_idx=0)[0]},

@@ -132,6 +132,8 @@ class Recorder:
         kinds = [self.graph.nodes[n].kind for n in numbers]
         if op in ("and", "or", "xor", "not", "shl", "shr") and FLOAT in kinds:
             raise TypeError(f"{op!r} takes booleans or integers, not floats")
+        if op in ("shl", "shr") and kinds == [BOOL, BOOL]:
+            raise TypeError("a shift takes no two bools, as in PyTorch: use .int()")
         if op == "pow" and FLOAT not in kinds and (self.graph.value(numbers[1]) or 0) < 0:
             raise TypeError("an integer has no negative power: make it a float, as with .float()")
         if op in ("floordiv", "mod") and self.graph.value(numbers[1]) == 0:

@@ -255,7 +255,7 @@ METHODS |= {
     "new_full": lambda r, x, size, fill_value, **kwargs: _constant(fill_value)(r, x, size, **kwargs),
     "new_tensor": lambda r, x, value, **kwargs: _constant(value)(r, x, **kwargs),
     "Tensor.where": lambda r, x, condition, other: _where(r, condition, x, other),
-    "masked_fill": lambda r, x, mask, value: _where(r, mask, value, x),
+    "masked_fill": lambda r, x, mask, value: _where(r, mask, r.add(_proxy(r, x).kind, value), x),
     "square": lambda r, x: r.add("mul", x, x),
     "reciprocal": lambda r, x: r.add("div", 1.0, x),
     "rsqrt": lambda r, x: r.add("div", 1.0, r.add("sqrt", x)),
