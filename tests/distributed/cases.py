@@ -344,6 +344,17 @@ def round_trip(group, n, balance, cu_seqlens):
     return own.shape[1]
 
 
+def twice_through_unshard(group):
+    """The penalty of a gradient that has come through `unshard`."""
+    x = torch.randn(2, 7, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    own, world = shard(x, group=group).requires_grad_(), torch.distributed.get_world_size(group)
+    whole = unshard(own, group=group, seqlen=7)
+    (grad,) = torch.autograd.grad(whole.pow(3).sum(), own, create_graph=True)
+    close(grad.detach(), 3 * world * shard(x, group=group) ** 2, "gradient")
+    (found,) = torch.autograd.grad(grad.square().sum(), own)
+    close(found, 36 * world**2 * shard(x, group=group) ** 3, "second derivative")
+
+
 def shards_that_differ(group, change):
     """What each rank is told by `unshard` where the last calls it differently; the next call is served."""
     is_last = torch.distributed.get_rank(group) == torch.distributed.get_world_size(group) - 1

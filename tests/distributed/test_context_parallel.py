@@ -188,6 +188,10 @@ def test_layouts(pool, balance):
         assert sum(lengths) == n and max(lengths) - min(lengths) <= 1 + (balance == "documents")
 
 
+def test_a_second_derivative_through_unshard(pool):
+    pool.run(3, CASES, "twice_through_unshard")
+
+
 @pytest.mark.parametrize(
     "change, words",
     [

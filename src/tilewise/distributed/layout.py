@@ -228,7 +228,7 @@ def unshard(
 ) -> Tensor:
     """The whole tensor, on every rank, from the shards of all.
 
-    Differentiable: gradients are summed over ranks.
+    Differentiable, any number of times: gradients are summed over ranks.
 
     Args:
         x: this rank's tokens, as `shard` gives them; the other arguments as there.
@@ -288,9 +288,10 @@ class _Unshard(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
         layout, ranks = ctx.call
-        g = g.contiguous().clone()
         if ranks.group is not None:
-            torch.distributed.all_reduce(g, group=ranks.group)
+            from torch.distributed.nn.functional import all_reduce  # which has a derivative
+
+            g = all_reduce(g, group=ranks.group)
         return g[layout.tokens(ranks.rank).to(g.device)], None, None
 
 
