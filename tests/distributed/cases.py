@@ -355,6 +355,21 @@ def twice_through_unshard(group):
     close(found, 36 * world**2 * shard(x, group=group) ** 3, "second derivative")
 
 
+def compiled(group):
+    """A call in the middle of code that is compiled: results and gradients are those of eager mode."""
+
+    def call(x):
+        x = x * 2
+        return context_parallel_attention(x, x, x, group=group, causal=True, layout="bhsd", seqlen=9) * 3
+
+    x = torch.randn(1, 2, 9, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    leaf = shard(x, dim=2, group=group).requires_grad_()
+    outs = [function(leaf) for function in (torch.compile(call, backend="aot_eager"), call)]
+    grads = [torch.autograd.grad(out.square().sum(), leaf)[0] for out in outs]
+    close(*outs, "out")
+    close(*grads, "gradient")
+
+
 def shards_that_differ(group, change):
     """What each rank is told by `unshard` where the last calls it differently; the next call is served."""
     is_last = torch.distributed.get_rank(group) == torch.distributed.get_world_size(group) - 1

@@ -192,6 +192,10 @@ def test_a_second_derivative_through_unshard(pool):
     pool.run(3, CASES, "twice_through_unshard")
 
 
+def test_compiled_code(pool):
+    pool.run(2, CASES, "compiled")
+
+
 @pytest.mark.parametrize(
     "change, words",
     [

@@ -12,12 +12,15 @@ from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from functools import partial, wraps
 from operator import attrgetter
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.compiler import is_compiling
+
+P = ParamSpec("P")
+Result = TypeVar("Result")
 
 try:
     from torch.utils._pytree import tree_leaves, tree_map_only
@@ -47,13 +50,13 @@ except ImportError:
     not_compiled = torch.compiler.disable
 
 
-def between_graphs(function: Callable[..., Any]) -> Callable[..., Any]:
+def between_graphs(function: Callable[P, Result]) -> Callable[P, Result]:
     """The function, at whose calls compiled code breaks. Only there it imports the compiler."""
     uncompiled = not_compiled(function)
 
     @wraps(function)
-    def call(*arguments: Any) -> Any:
-        return (uncompiled if is_compiling() else function)(*arguments)
+    def call(*arguments: P.args, **options: P.kwargs) -> Result:
+        return (uncompiled if is_compiling() else function)(*arguments, **options)
 
     return call
 

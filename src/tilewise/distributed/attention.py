@@ -15,6 +15,7 @@ from tilewise.core.checks import check_flag, check_number, check_tensors, shown
 from tilewise.core.dropout import SQUARE
 from tilewise.core.functions.call import Extent, MaskFunction, ScoreFunction, with_functions
 from tilewise.core.problem import Inputs, Options
+from tilewise.core.torch_private import between_graphs
 from tilewise.distributed import engine
 from tilewise.distributed.cost import choose as choose_method, sizes_of
 from tilewise.distributed.faults import batch_of_one, check_call, facts_of
@@ -29,6 +30,7 @@ from tilewise.distributed.wire import reach_of
 METHODS = ("auto", "ring", "all_gather", "ulysses", "2d")
 
 
+@between_graphs
 def context_parallel_attention(
     query: Tensor,
     key: Tensor,
