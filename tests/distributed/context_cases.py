@@ -116,11 +116,27 @@ def compiled_in_context(group, face):
         close(grad, grads[2], "gradient")
 
 
+def packed_call_of_few_tokens(group, n):
+    """Of 3 ranks some have no token: as many rows of a batch on them as on the others."""
+    x = torch.randn(2, n, 2, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    own = shard(x, group=group)
+    ends = torch.arange(3) * own.shape[1]
+    with context_parallel(group=group, seqlen=n):
+        out = attention_varlen(*[own.flatten(0, 1)] * 3, ends, ends, causal=True)
+    exact = reference.attention(x, x, x, causal=True)[0]
+    close(unshard(out.view(own.shape), group=group, seqlen=n), exact, "out")
+
+
 def refused_in_context(group, change):
-    x = torch.ones(1, 5, 2, 8)
+    x, written = torch.ones(1, 5, 2, 8), torch.tensor([0, 5, 5])
     ends, unequal = torch.tensor([0, 2, 5]), lambda b, h, q, k: q != k
     calls = {
         "documents": lambda: attention_varlen(x[0], x[0], x[0], ends, ends),
+        "documents of keys": lambda: attention_varlen(x[0], x[0], x[0], ends[::2], ends),
+        "documents written": lambda: (
+            attention_varlen(x[0], x[0], x[0], written, written),
+            attention_varlen(x[0], x[0], x[0], written.copy_(ends), written),
+        ),
         "function": lambda: attention_varlen(x[0], x[0], x[0], ends[::2], ends[::2], mask_mod=unequal),
         "statistics": lambda: attention(x, x, x, return_aux=Aux(entropy=True)),
         "chunks": lambda: flash_attn_3.flash_attn_func(x, x, x, causal=True, attention_chunk=6),

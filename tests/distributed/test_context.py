@@ -32,8 +32,14 @@ def test_compiled_code(pool, face):
     pool.run(2, CASES, "compiled_in_context", face)
 
 
+@pytest.mark.parametrize("n", [0, 1, 2])
+def test_a_packed_call_of_few_tokens(pool, n):
+    pool.run(3, CASES, "packed_call_of_few_tokens", n)
+
+
 REFUSED = {
-    "documents": "cu_seqlens", "function": "packed calls", "statistics": "return_aux",
+    "documents": "cu_seqlens", "documents of keys": "cu_seqlens_k",
+    "documents written": "cu_seqlens_q=[0, 2, 5]", "function": "packed calls", "statistics": "return_aux",
     "chunks": "attention_chunk", "weights": "return_attn_probs", "cache": "kvcache",
     "block mask": "block_mask",
 }  # fmt: skip

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -15,8 +15,9 @@ from tilewise.autograd import functions
 from tilewise.core.checks import shown
 from tilewise.core.problem import Inputs, Options
 from tilewise.core.signature import Request
+from tilewise.core.torch_private import version_of
 from tilewise.distributed.attention import Call, Where, attend
-from tilewise.distributed.layout import Layout, check_dim, layout_of, shard, unshard
+from tilewise.distributed.layout import Layout, Piece, check_dim, layout_of, shard, unshard
 from tilewise.distributed.ranks import Ranks, agree, check_plain, is_dtensor, ranks_of
 from tilewise.faces.sdpa import scaled_dot_product_attention
 
@@ -141,7 +142,8 @@ class _Calls:
     method: str
     balance: str
     is_packed: bool  # documents, told to `context_parallel`
-    known_offsets: Tensor | None = None  # of a call, looked at: all layers of a model have the same
+    # of a call, looked at, and their versions: all layers of a model have the same
+    known_offsets: dict[str, tuple[Tensor, Any]] = field(default_factory=dict)
 
     def __call__(
         self, inputs: Inputs, options: Options, backend: str | None, request: Request
@@ -152,7 +154,8 @@ class _Calls:
             self._refuse(inputs, options)
             q, k, v = inputs[:3]
             if q.ndim == 3:
-                q, k, v = (t.unflatten(0, (self._rows(inputs), -1)) for t in (q, k, v))
+                rows = self._rows(inputs)
+                q, k, v = (t.unflatten(0, (rows, len(t) // max(1, rows))) for t in (q, k, v))
             elif self.is_packed and len(q) > 1:
                 raise ValueError(f"query.shape={tuple(q.shape)} must have a batch of 1 with cu_seqlens")
             of_rows = inputs._replace(query=q, key=k, value=v, cu_seqlens_q=None, cu_seqlens_k=None)
@@ -199,21 +202,26 @@ class _Calls:
         the positions of a row jump: transformers takes such a jump for the start of another document."""
         if self.is_packed:
             return 1
-        offsets, tokens = inputs.cu_seqlens_q, len(inputs.query)
-        assert offsets is not None
         if self.layout is None:
             raise ValueError(
                 "seqlen=None of context_parallel must be the total number of tokens for packed calls"
             )
-        length = self.layout.length(self.ranks.rank)
-        if offsets is not self.known_offsets:
-            pieces = [p.stop - p.start for p in self.layout.pieces[self.ranks.rank]]
-            starts = [0, *itertools.accumulate(pieces)][:-1] or [0]
-            found, rows = set(offsets.tolist()), range(0, tokens + 1, max(1, length))
-            if tokens % max(1, length) or not set(rows) <= found <= {r + s for r in rows for s in starts}:
-                raise ValueError(
-                    f"cu_seqlens_q={shown(sorted(found))} must not cut rows of {length} tokens: "
-                    "context_parallel(cu_seqlens=...) takes documents"
-                )
-            self.known_offsets = offsets
-        return tokens // max(1, length)
+        length, tokens = self.layout.length(self.ranks.rank), len(inputs.query)
+        assert inputs.cu_seqlens_q is not None and inputs.cu_seqlens_k is not None
+        for name, offsets in (("cu_seqlens_q", inputs.cu_seqlens_q), ("cu_seqlens_k", inputs.cu_seqlens_k)):
+            version = 0 if offsets.is_inference() else version_of(offsets)
+            known, known_version = self.known_offsets.get(name, (None, 0))
+            if offsets is not known or version != known_version:
+                self._check_offsets(name, offsets.tolist(), tokens, self.layout.pieces[self.ranks.rank])
+                self.known_offsets[name] = offsets, version
+        return tokens // length if length else len(inputs.cu_seqlens_q) - 1
+
+    def _check_offsets(self, name: str, offsets: list[int], tokens: int, pieces: tuple[Piece, ...]) -> None:
+        """Raises ValueError if they cut rows of these pieces where none begins."""
+        *starts, length = itertools.accumulate((p.stop - p.start for p in pieces), initial=0)
+        found, rows = set(offsets), range(0, tokens + 1, max(1, length))
+        if tokens % max(1, length) or not set(rows) <= found <= {r + s for r in rows for s in (0, *starts)}:
+            raise ValueError(
+                f"{name}={shown(sorted(found))} must not cut rows of {length} tokens: "
+                "context_parallel(cu_seqlens=...) takes documents"
+            )
