@@ -22,6 +22,10 @@ def test_sixteen_bits_are_rounded_once(pool, world, dtype):
     pool.run(world, CASES, "decode_in_16_bits", dtype)
 
 
+def test_compiled_code(pool):
+    pool.run(2, CASES, "compiled_steps")
+
+
 @pytest.mark.parametrize("is_paged", [False, True])
 @pytest.mark.parametrize("change", ["value", "sinks", "heads", "head_dim_v", "cache"])
 def test_ranks_that_disagree_all_raise(pool, change, is_paged):

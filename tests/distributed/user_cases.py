@@ -41,6 +41,21 @@ def decode(group, seed, sinks, softcap):
         start += count
 
 
+def compiled_steps(group):
+    """Two steps in the middle of code that is compiled: out and the cache are as in eager mode."""
+    x = torch.randn(2, 1, 2, 8, generator=torch.Generator().manual_seed(0))
+    caches = [KVCache(2, 2, 2, 8, dtype=torch.float32) for _ in range(2)]
+
+    def step_with(cache):
+        return lambda x: attention_with_split_cache(x * 2, cache, x, x, group=group) * 3
+
+    functions = torch.compile(step_with(caches[0]), backend="aot_eager"), step_with(caches[1])
+    with torch.no_grad():
+        outs = [torch.cat([function(x), function(x.sin())]) for function in functions]
+    close(*outs, "out")
+    assert caches[0].lengths.tolist() == caches[1].lengths.tolist()
+
+
 def decode_in_16_bits(group, dtype):
     """The error of one rounding, as that of a single cache."""
     rank, world = torch.distributed.get_rank(group), torch.distributed.get_world_size(group)

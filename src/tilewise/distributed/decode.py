@@ -15,10 +15,12 @@ from tilewise.core.checks import check_flag, check_tensors, shown
 from tilewise.core.device_errors import check_if_debugging
 from tilewise.core.problem import Options
 from tilewise.core.signature import Request, all_resolved
+from tilewise.core.torch_private import between_graphs
 from tilewise.distributed.parts import Totals
 from tilewise.distributed.ranks import agree, gather, ranks_of
 
 
+@between_graphs
 def attention_with_split_cache(
     query: Tensor,
     cache: KVCache | PagedKVCache,
