@@ -6,6 +6,7 @@ import ast
 import gc
 import hashlib
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -119,15 +120,19 @@ def test_an_interrupt_leaves_nothing_behind(monkeypatch, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_an_interrupt_waits_for_the_threads_of_a_call():
+@pytest.mark.parametrize("is_in_call", [True, False])
+def test_an_interrupt_waits_for_the_threads_of_a_call(is_in_call):
     """They write to memory that its caller then frees. As in a forked child, where OpenMP has no threads."""
     done, main = [], threading.current_thread()
 
     def call(_):
-        if threading.current_thread() is main:
+        if threading.current_thread() is not main:
+            time.sleep(0.3)
+            done.append(1)
+        elif is_in_call:
             raise KeyboardInterrupt
-        time.sleep(0.1)
-        done.append(1)
+        else:  # comes while the main thread waits for the others
+            threading.Timer(0.1, signal.pthread_kill, [main.ident, signal.SIGINT]).start()
 
     with pytest.raises(KeyboardInterrupt):
         parallel._Pool()(call, 0, 4)

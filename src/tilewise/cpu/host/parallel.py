@@ -14,7 +14,6 @@ import os
 import queue
 import sys
 import threading
-from operator import methodcaller
 from typing import Any
 
 from tilewise.cpu.host.compile import Kernel
@@ -64,25 +63,34 @@ class _Pool:
     def __call__(self, function: Any, arguments: int, count: int) -> None:
         with self.lock:
             while len(self.calls) < count - 1:
-                calls: queue.SimpleQueue = queue.SimpleQueue()
-                threading.Thread(target=self._serve, args=(calls,), daemon=True).start()
-                self.calls.append(calls)
-        done: queue.SimpleQueue = queue.SimpleQueue()
-        call = function, arguments, done
+                waiting: queue.SimpleQueue = queue.SimpleQueue()
+                threading.Thread(target=self._serve, args=(waiting,), daemon=True).start()
+                self.calls.append(waiting)
+        ends = [threading.Event() for _ in range(count - 1)]
+        calls = [(function, arguments, end) for end in ends]
         sent: list[None] = []
         try:  # an interrupt must not free what others still write to; none comes within `extend`
-            sent.extend(map(methodcaller("put", call), self.calls[: count - 1]))
+            sent.extend(map(queue.SimpleQueue.put, self.calls, calls))
             function(arguments)
         finally:
-            for _ in sent:
-                done.get()
+            _wait_for(ends[: len(sent)])
 
     @staticmethod
     def _serve(calls: queue.SimpleQueue) -> None:
         while True:
-            function, arguments, done = calls.get()
+            function, arguments, end = calls.get()
             function(arguments)
-            done.put(None)
+            end.set()
+
+
+def _wait_for(ends: list[threading.Event]) -> None:
+    """Until all are set; what interrupts that is raised then."""
+    try:
+        for end in ends:
+            end.wait()
+    except BaseException:
+        _wait_for(ends)
+        raise
 
 
 _pool = _Pool()
