@@ -98,6 +98,16 @@ def test_what_the_numbers_stand_for(shape: tuple[int, ...]):
         assert quantized.scale.shape == quantized.blocks.shape[:2] == (x.shape[2], blocks)
 
 
+def test_autocast_rounds_no_rotation():
+    inputs = draw(2, 300)
+    plain = quantize(*inputs)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = quantize(*inputs)
+        numbers = [t.dequantize() for t in plain]
+    assert all(torch.equal(a.blocks.float(), b.blocks.float()) for a, b in zip(found, plain, strict=True))
+    assert all(torch.equal(a, b.dequantize()) for a, b in zip(numbers, plain, strict=True))
+
+
 @pytest.mark.parametrize("magnitude", [1e-3, 1.0, 1e4])
 def test_integers_are_multiples_of_the_block_s_largest_over_127(magnitude: float):
     x = magnitude * torch.randn(2, 300, 64)

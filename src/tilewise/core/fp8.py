@@ -32,6 +32,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from tilewise.core.torch_private import own_dtypes
+
 FP8 = torch.float8_e4m3fn
 LARGEST = 448.0  # of float8_e4m3fn: 0.875 * 2^9
 # Of a page's scale: kernels sum up to 2^38 over it in float32, of 2^23 weights of up to 2^15.
@@ -96,7 +98,8 @@ def rotate(x: Tensor) -> Tensor:
     """
     dim = padded_dim(x.shape[-1])
     x = torch.nn.functional.pad(x.float(), (0, dim - x.shape[-1]))
-    return x @ hadamard(dim, x.device)
+    with own_dtypes(x.device.type):
+        return x @ hadamard(dim, x.device)
 
 
 def round_rows(x: Tensor, dtype: torch.dtype = FP8) -> Rounded:

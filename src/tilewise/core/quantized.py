@@ -20,6 +20,7 @@ from torch import Tensor
 from tilewise.core import fp8
 from tilewise.core.fp8 import BLOCK_ROWS
 from tilewise.core.problem import Inputs
+from tilewise.core.torch_private import own_dtypes
 
 KINDS = ("query", "key", "value")
 
@@ -57,7 +58,8 @@ class Quantized:
         rows = in_key_order(self.blocks) if self.kind == "value" else self.blocks
         numbers = from_blocks(rows.float() * self.scale[..., None, None], self.shape, self.cu_seqlens)
         if self.is_rotated:  # H H^T is width times the identity, by which a query's scale is divided already
-            numbers = numbers @ fp8.hadamard(numbers.shape[-1], self.device).T
+            with own_dtypes(self.device.type):
+                numbers = numbers @ fp8.hadamard(numbers.shape[-1], self.device).T
             numbers = numbers if self.kind == "query" else numbers / numbers.shape[-1]
         return numbers[..., : self.shape[-1]].contiguous()
 
