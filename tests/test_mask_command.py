@@ -73,11 +73,26 @@ def test_a_function_of_other_arguments(tmp_path):
         (["q_idx and kv_idx"], "can't be traced: a branch of Python's"),
         (["nothing.py:f"], "nothing.py: No such file or directory"),
         (["q_idx", "--seqlen", "0"], "seqlen"),
+        (["q_idx", "--seqlen-k", "1000000000000"], "Invalid value for '--seqlen-k'"),
+        (["q_idx", "--seqlen", "1000000", "--block", "1"], "--block 1 makes more than 4096 tiles a side"),
+        (["q_idx", "--plot", "picture"], "Format '' is not supported"),
     ],
 )
-def test_bad_words(words, message):
+def test_bad_words(words, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     code, output = run(*words)
-    assert code != 0 and message in output
+    assert code != 0 and message in output and not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("import nothing", "ModuleNotFoundError: No module named 'nothing'"), ("def f(:", "SyntaxError: ")],
+)
+def test_a_file_that_does_not_run(text, message, tmp_path):
+    file = tmp_path / "masks.py"
+    file.write_text(text)
+    code, output = run(f"{file}:f")
+    assert code != 0 and f"{file} does not run: {message}" in output
 
 
 def test_every_recipe_has_its_picture():

@@ -194,6 +194,7 @@ def test_pipeline_is_drawn(monkeypatch):
         (["io", "--sram", "0"], "Invalid value for '--sram'"),
         (["roofline", "--device", "TPU"], "device must be one of A100, H100, H200 or cpu, got 'TPU'"),
         (["roofline", "--plot", "missing/x.png"], "--plot missing/x.png: "),
+        (["roofline", "--plot", "missing/x"], "Format '' is not supported"),
         (["roofline", "--results", "missing.json"], "missing.json: No such file"),
         (["kv-memory", "--model", "eliza"], "model must be one of gpt-2"),
         (["kv-memory", "--lengths", "1,x"], "lengths must be whole numbers with commas between, got '1,x'"),

@@ -7,9 +7,14 @@ from typing import Any
 
 
 def save(figure: Any, path: Path, **options: Any) -> None:
-    """Write a matplotlib figure, as the file's suffix says; `options` are those of `savefig`."""
+    """Write a matplotlib figure, as the file's suffix says; `options` are those of `savefig`.
+
+    Raises:
+        ValueError: matplotlib has no such suffix. Without one it would write another file, of its own choice.
+    """
     import matplotlib
 
-    metadata = {"Date": None} if path.suffix == ".svg" else None
+    kind = path.suffix.removeprefix(".")
+    metadata = {"Date": None} if kind == "svg" else None
     with matplotlib.rc_context({"svg.hashsalt": path.name}):
-        figure.savefig(path, metadata=metadata, **options)
+        figure.savefig(path, format=kind, metadata=metadata, **options)

@@ -21,6 +21,7 @@ from tilewise.lab.figures import save
 
 SIDE = 32  # lines of a picture on the terminal
 SIGNS = " ░█"  # of EMPTY, PARTIAL and FULL
+LONGEST, MOST_TILES = 1 << 20, 1 << 12  # tokens; tiles of the longer side
 CELLS = 256  # a side of a picture at most; of longer masks a cell is several queries and keys
 FIGURE = 4.6, 2.6  # inches
 COLOURS = {"full": "#3d6cb9", "visible": "#8fafdf", "hidden": "#e6e6e6", "empty": "#ffffff"}
@@ -40,8 +41,10 @@ def mask(
             "mask_mod of that name."
         ),
     ],
-    seqlen: Annotated[int, typer.Option(min=1, help="Queries.")] = 256,
-    seqlen_k: Annotated[int | None, typer.Option(min=1, help="Keys; default: as many.")] = None,
+    seqlen: Annotated[int, typer.Option(min=1, max=LONGEST, help="Queries.")] = 256,
+    seqlen_k: Annotated[
+        int | None, typer.Option(min=1, max=LONGEST, help="Keys; default: as many.")
+    ] = None,
     block: Annotated[
         int | None, typer.Option(min=1, help="Queries and keys of a tile; default: 1/16.")
     ] = None,
@@ -51,7 +54,9 @@ def mask(
 ) -> None:
     """Show the tiles that a mask function leaves."""
     lengths = seqlen, seqlen if seqlen_k is None else seqlen_k
-    size = max(1, -(-max(lengths) // 16)) if block is None else block
+    size = -(-max(lengths) // 16) if block is None else block
+    if size * MOST_TILES < max(lengths):
+        raise typer.BadParameter(f"--block {size} makes more than {MOST_TILES} tiles a side")
     try:
         mask_mod = read(function)
         kinds = kinds_of(mask_mod, lengths, size, b, h)
@@ -75,7 +80,8 @@ def read(function: str) -> Callable[..., Any]:
     """The mask function that the command names.
 
     Raises:
-        ValueError: it is neither an expression nor FILE.py:NAME, or the file has no such function.
+        ValueError: it is neither an expression nor FILE.py:NAME, or the file does not run, or has no such
+            function.
 
     Example:
         >>> read("kv_idx <= q_idx")(0, 0, 2, 1)
@@ -83,7 +89,12 @@ def read(function: str) -> Callable[..., Any]:
     """
     path, _, name = function.rpartition(":")
     if path.endswith(".py"):
-        found = runpy.run_path(path)
+        try:
+            found = runpy.run_path(path)
+        except OSError:
+            raise
+        except Exception as error:
+            raise ValueError(f"{path} does not run: {type(error).__name__}: {error}") from None
         if not callable(found.get(name)):
             raise ValueError(f"{path} has no function {name!r}")
         return found[name]  # type: ignore[no-any-return]
