@@ -53,13 +53,19 @@ def test_arithmetic_with_the_query():
 def test_rows_that_belong_to_no_sequence():
     values = torch.randn(12, 2, 8, dtype=torch.float64)
     values[3], values[5:8] = float("nan"), float("nan")
+    values.requires_grad_()
     x = torch.nested.nested_tensor_from_jagged(
         values, torch.tensor([0, 4, 8, 12]), lengths=torch.tensor([3, 1, 4])
     ).transpose(1, 2)
     out = scaled_dot_product_attention(x, x, x)
+    (found,) = torch.autograd.grad(out.values().sin().sum(), values)
+    expected = []
     for a, b in zip(out.unbind(), (values[0:3], values[4:5], values[8:12])):
         b = b.transpose(0, 1)[None]
-        torch.testing.assert_close(a, F.scaled_dot_product_attention(b, b, b)[0])
+        expected.append(F.scaled_dot_product_attention(b, b, b)[0])
+        torch.testing.assert_close(a, expected[-1])
+    (gradient,) = torch.autograd.grad(sum(t.sin().sum() for t in expected), values)
+    torch.testing.assert_close(found, gradient)
 
 
 def test_bad_input():

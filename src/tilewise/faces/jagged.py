@@ -62,9 +62,13 @@ def _packed(name: str, t: Any) -> tuple[Tensor, Tensor]:
             "(batch, ragged seqlen, heads, dim), then transpose(1, 2)"
         )
     t = t.transpose(1, 2)
-    if t.lengths() is not None:
-        t = t.contiguous()  # rows that belong to no sequence are left out
-    return t.values(), t.offsets()
+    rows, offsets, lengths = t.values(), t.offsets(), t.lengths()
+    if lengths is None:
+        return rows, offsets
+    # Rows that belong to no sequence are left out. PyTorch's `contiguous` does that too, but has no gradient.
+    starts = torch.nn.functional.pad(lengths.cumsum(0, dtype=offsets.dtype), (1, 0))
+    shift = (offsets[:-1] - starts[:-1]).repeat_interleave(lengths)
+    return rows[torch.arange(len(shift), device=rows.device) + shift], starts
 
 
 def _check_lengths(name: str, offsets: Tensor, other: str, wanted: Tensor) -> None:
