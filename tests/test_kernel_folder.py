@@ -252,15 +252,26 @@ def test_the_command_compiles_what_a_model_launches(tmp_path):
     assert done.exit_code == 0, done.output
     names = [path.stem for path in out.glob("*/*.cubin")]
     assert {"attn_fwd_kernel", "append_kernel"} <= set(names) and f"{len(names)} kernels" in done.output
-    wrong = (
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
         ("--gpu", "x", "must be one of"),
         ("--for", "x", "HEADS/KV_HEADS/HEAD_DIM"),
         ("--for", "64/7/128", "must have HEADS that KV_HEADS divide"),
-        ("--batch", "x", "positive"),
-    )
-    for option, value, message in wrong:
-        done = CliRunner().invoke(_app(), ["warmup", "--out", str(out), option, value])
-        assert done.exit_code == 2 and message in done.output
+        ("--batch", "x", "must be numbers from 1"),
+        ("--seqlen", "99999999999999999999", "must be numbers from 1"),
+        ("--out", __file__, "Not a directory"),
+    ],
+)
+def test_wrong_arguments_of_the_command(option, value, message, tmp_path):
+    from typer.testing import CliRunner
+
+    from tilewise.cli import _app
+
+    done = CliRunner().invoke(_app(), ["warmup", "--out", str(tmp_path / "kernels"), option, value])
+    assert done.exit_code == 2 and message in done.output
 
 
 def test_triton_hashes_itself_once_as_long_as_its_files_are_the_same(tmp_path, monkeypatch):

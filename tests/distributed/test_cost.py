@@ -130,6 +130,11 @@ def test_a_plot_that_cannot_be_written_is_refused_before_the_table(tmp_path, nam
     assert result.exit_code == 2 and "--plot" in result.output and "auto:" not in result.output
 
 
+def test_worlds_that_take_too_long_to_predict():
+    result = CliRunner().invoke(_app(), ["distributed", "--world", "1000000"])
+    assert result.exit_code == 2 and "Invalid value for '--world'" in result.output
+
+
 def test_a_window_is_sent_to_neighbours_only():
     options = {"world": 8, "network": FREE, "num_heads": 1, "causal": True, "balance": "contiguous"}
     everything, some = (methods(8192, window=w, **options)["ring"] for w in ((None, None), (16, 0)))

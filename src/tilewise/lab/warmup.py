@@ -28,6 +28,7 @@ from tilewise.gpu.launch.launch_plan import HAS_TRITON
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 PAGE_SIZE = 16
+MOST = 1 << 24  # sequences, or tokens of one
 
 
 @dataclass(frozen=True)
@@ -179,7 +180,7 @@ def warmup(
     start = time.perf_counter()
     try:
         kernels = fill(out, target, shapes, backward)
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         raise typer.BadParameter(str(error)) from error
     seconds = time.perf_counter() - start
     size = sum(path.stat().st_size for path in out.rglob("*") if path.is_file())
@@ -211,6 +212,6 @@ def _model(name: str) -> Model:
 
 def _numbers(name: str, value: str) -> list[int]:
     parts = [part.strip() for part in value.split(",")]
-    if not all(part.isdecimal() and int(part) for part in parts):
-        raise typer.BadParameter(f"{name}={value!r} must be positive numbers joined by commas")
+    if not all(part.isdecimal() and 0 < int(part) <= MOST for part in parts):
+        raise typer.BadParameter(f"{name}={value!r} must be numbers from 1 to {MOST} joined by commas")
     return [int(part) for part in parts]

@@ -27,11 +27,14 @@ WORLDS, SEQLENS = (8, 64, 1024), (1 << 17, 1 << 20, 10 << 20)
 # NVLink in nodes of 8, near what four H100s gave, and InfiniBand NDR between nodes
 NOMINAL = Network(600e12, 320e9, 110e-6, 8, 50e9, 120e-6, taken=TAKEN_BY_NCCL)
 Predictions = dict[int, dict[int, Choice]]  # by GPUs, then by tokens
+MOST_GPUS = 1 << 12  # the time to predict grows with their square
 METHODS = ("ring", "ulysses", "2d", "all_gather")
 
 
 def distributed(
-    worlds: Annotated[list[int] | None, typer.Option("--world", min=1, help="GPUs; may be repeated.")] = None,
+    worlds: Annotated[
+        list[int] | None, typer.Option("--world", min=1, max=MOST_GPUS, help="GPUs; may be repeated.")
+    ] = None,
     seqlens: Annotated[
         list[int] | None, typer.Option("--seqlen", min=1, help="Tokens; may be repeated.")
     ] = None,
