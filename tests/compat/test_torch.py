@@ -162,6 +162,21 @@ def test_strides_are_those_of_pytorchs_fakes(on_the_cpu, layout):
     assert [g.stride() for g in grads] == [torch.empty_like(t).stride() for t in (q, k, v)]
 
 
+@pytest.mark.parametrize("is_used_in_part", [False, True])
+def test_strides_of_packed_sequences(on_the_cpu, is_used_in_part):
+    """Heads outermost in memory."""
+    q, k, v = (t.detach().transpose(0, 1) for t in tensors((2, 10, 8), (2, 10, 8), (2, 10, 8)))
+    starts = torch.tensor([0, 3, 10], dtype=torch.int32)
+    used = torch.tensor([2, 4], dtype=torch.int32) if is_used_in_part else None
+    given = (q, k, v, starts, starts, used)
+    real, fake = (
+        ATEN._flash_attention_forward(*ts[:5], 7, 7, 0.0, False, False, seqused_k=ts[5])
+        for ts in (given, [None if t is None else t.to("meta") for t in given])
+    )
+    assert real[0].stride() == torch.empty_like(q, device="meta").stride() == fake[0].stride()
+    assert real[1].stride() == fake[1].stride() and real[1].shape == fake[1].shape
+
+
 def test_compiled_code(on_the_cpu):
     """A packed projection, whose views have gaps; forward and backward in one compiled graph."""
     torch._dynamo.reset()

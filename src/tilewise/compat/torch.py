@@ -155,7 +155,7 @@ def forward(
             query, key, value, cum_seq_q, cum_seq_k, max_q, max_k, None, seqused_k, scale, is_causal,
             window_size=(left, right), return_attn_probs=True,
         )  # fmt: skip
-        return _rest(out, lse, None, return_debug_mask)
+        return _rest(_laid_as(query, out), lse, None, return_debug_mask)
     cum_seq_k = None if block_table is not None else cum_seq_k
     inputs = Inputs(
         query, key, value, cum_seq_q, cum_seq_k, seqused_k, page_table=block_table, alibi_slopes=alibi_slopes
