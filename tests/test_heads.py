@@ -86,6 +86,7 @@ def test_the_command_writes_the_picture(tmp_path):
         (("--out", "heads.gif"), "must end in .png, .svg, .pdf"),
         (("--out", "nowhere/heads.png"), "there is no folder"),
         (("--tokens", "5"), "--tokens"),
+        (("--tokens", "16384", "--block", "2"), "--block 2 makes more than 4096 tiles a side"),
     ],
 )
 def test_wrong_arguments(arguments, message):

@@ -204,6 +204,14 @@ class TestRefused:
         with pytest.raises(TypeError, match="query=Quantized must be"):
             tilewise.attention_with_cache(q8, tilewise.KVCache(1, 40, 2, 64, dtype=torch.half))
 
+    def test_wrong_offsets(self):
+        q, k, v = (t.squeeze(0) for t in draw(1, 20))
+        right = torch.tensor([0, 7, 20])
+        with pytest.raises(ValueError, match=re.escape("cu_seqlens_q=[0, ..., 30] must start at 0 and end at")):
+            quantize(q, k, v, torch.tensor([0, 7, 30]), right)
+        with pytest.raises(ValueError, match="offsets never decrease"):
+            quantize(q, k, v, right, torch.tensor([0, 25, 20]))
+
     def test_backends(self):
         quantized = quantize(*draw(1, 20))
         for backend in ("llvm", "aten"):

@@ -16,6 +16,7 @@ from tilewise.core.checks import EIGHT_BIT, check_tensors, shown
 from tilewise.core.fp8 import hadamard, padded_dim, rotate, round_rows, round_weights
 from tilewise.core.problem import AttentionProblem, Inputs, Options, describe
 from tilewise.core.quantized import KINDS, Quantized, round_tensor
+from tilewise.core.values import check_values
 from tilewise.dispatch.capability import refusal
 
 __all__ = ["Quantized", "hadamard", "padded_dim", "quantize", "rotate", "round_rows", "round_weights"]
@@ -47,7 +48,7 @@ def quantize(
         Three `Quantized`, without gradients. A block with a NaN or an infinity has the scale NaN.
 
     Raises:
-        ValueError, TypeError: the tensors do not fit together.
+        ValueError, TypeError: the tensors do not fit together, or offsets are wrong.
 
     Source: Shah et al., FlashAttention-3 (2024), section 3.3.
 
@@ -65,7 +66,10 @@ def quantize(
         raise ValueError(f"precision={shown(precision)} must be 'fp8' or 'int8'")
     given = [t.detach() for t in to_bshd(layout, query=query, key=key, value=value)]
     inputs = Inputs(given[0], given[1], given[2], cu_seqlens_q, cu_seqlens_k)
-    problem = describe(inputs, Options(precision=precision))
+    options = Options(precision=precision)
+    problem = describe(inputs, options)
+    if problem.device_type != "meta":
+        check_values(problem, inputs, options)
     offsets = (cu_seqlens_q, cu_seqlens_k, cu_seqlens_k)
     q, k, v = (_quantized(problem, kind, t, n) for kind, t, n in zip(KINDS, inputs[:3], offsets))
     return q, k, v

@@ -21,7 +21,7 @@ from tilewise.lab.heads import Heads
 
 DEFAULT_OUT = Path("heads.png")
 ENDINGS = (".png", ".svg", ".pdf")
-LEAST_TOKENS, MOST_TOKENS = 256, 1 << 18
+LEAST_TOKENS, MOST_TOKENS, MOST_TILES = 256, 1 << 18, 1 << 12
 SCALE = replace(CPU, layers=2, context=1024, batch=2, steps=400, learning_rate=4e-3)
 
 
@@ -43,6 +43,8 @@ def heads(
         raise typer.BadParameter(f"--out {out} must end in {', '.join(ENDINGS)}")
     if not out.absolute().parent.is_dir():
         raise typer.BadParameter(f"--out {out}: there is no folder {out.absolute().parent}")
+    if block * MOST_TILES < tokens:
+        raise typer.BadParameter(f"--block {block} makes more than {MOST_TILES} tiles a side")
     scale = replace(QUICK, steps=min(steps, QUICK.steps)) if quick else replace(SCALE, steps=steps)
     try:
         text = standard_library()
