@@ -42,9 +42,7 @@ def mask(
         ),
     ],
     seqlen: Annotated[int, typer.Option(min=1, max=LONGEST, help="Queries.")] = 256,
-    seqlen_k: Annotated[
-        int | None, typer.Option(min=1, max=LONGEST, help="Keys; default: as many.")
-    ] = None,
+    seqlen_k: Annotated[int | None, typer.Option(min=1, max=LONGEST, help="Keys; default: as many.")] = None,
     block: Annotated[
         int | None, typer.Option(min=1, help="Queries and keys of a tile; default: 1/16.")
     ] = None,
