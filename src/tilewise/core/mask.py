@@ -85,8 +85,6 @@ class Visibility:
     def visible_pairs(self) -> int:
         """How many (query, key) pairs are visible: the work that is left after masking."""
         rows, keys = self.seqlen_q, self.seqlen_k
-        if self.left is not None and self.right is not None and self.left + self.right < 0:
-            return 0
         before_last = rows * keys
         if self.right is not None:
             before_last = _sum_clamped(self.offset + self.right + 1, rows, keys)
