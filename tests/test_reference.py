@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from tilewise import reference
+from tilewise import reference, testing
+from tilewise.testing import check_attention, compare
 
 OPTIONS = [
     {},
@@ -106,3 +107,24 @@ def test_unknown_options_are_refused():
     q, k, v = draw()
     with pytest.raises(TypeError, match="casual"):
         reference.attention(q, k, v, casual=True)
+
+
+# ---- what `tilewise.testing` finds
+
+
+def test_a_baseline_that_overflows_allows_no_error():
+    exact = torch.linspace(1, 2, 50, dtype=torch.float64)
+    found, baseline = exact.float(), exact.float()
+    baseline[7] = float("inf")
+    assert compare("x", found, exact, baseline).is_within
+    found[3] += 1e-3
+    assert not compare("x", found, exact, baseline).is_within
+
+
+def test_a_gradient_that_is_missing_is_an_error(monkeypatch):
+    x, bias = torch.randn(1, 5, 2, 8), torch.randn(1, 1, 5, 5)
+    assert len(check_attention(x, x, x, bias=bias)) == 6
+    attention = testing.attention
+    monkeypatch.setattr(testing, "attention", lambda *a, bias, **b: attention(*a, bias=bias.detach(), **b))
+    with pytest.raises(RuntimeError, match="not have been used"):
+        check_attention(x, x, x, bias=bias)
