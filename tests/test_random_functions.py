@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import operator
+import random
 
+import pytest
 import torch
 from hypothesis import HealthCheck, given, settings, strategies as st
 
 import tilewise
 from tilewise import reference
 from tilewise.core.functions.captured import pack, wide_integers
+from tilewise.core.functions.evaluate import Buffers, Evaluator, Values
+from tilewise.core.functions.expression import BOOL, FLOAT, INT, Captured, Functions, Graph
+from tilewise.core.functions.interval import Blocks, Intervals, Ranges
 from tilewise.core.functions.tile_map import EMPTY, FULL, edges, refined, tile_kinds
 from tilewise.core.functions.trace import trace
 
@@ -129,6 +134,73 @@ def test_results_and_gradients(mask, score):
         grads = reference.attention_backward(dout, *leaves, dlse=dlse, captured=(TABLE,), **options)
     for ours, theirs in zip((out, lse, *found), (*exact, *grads[:3], *grads.captured), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-8, atol=1e-8)
+
+
+WHOLE = (0, 1, -1, 2, 3, -3, 7, 31, 63, 70, 2**24 + 1, 2**40 + 3, -(2**40), 2**62, 2**63 - 1, -(2**62))
+FLOATS = (0.0, -0.0, 1.0, -1.0, 0.1, -0.3, 3.7, 1e-40, 1e20, -1e30, 3e38, torch.inf, -torch.inf, torch.nan)
+OPERATIONS = {  # by the kind and the number of what they take
+    (INT, 2): ("add", "sub", "mul", "minimum", "maximum", "and", "or", "xor", "shl", "shr", "lt", "le", "eq"),
+    (INT, 1): ("neg", "abs", "not", "floordiv", "mod", "load", FLOAT, BOOL),
+    (FLOAT, 2): ("add", "sub", "mul", "div", "minimum", "maximum", "lt", "le", "eq", "ne"),
+    (FLOAT, 1): (
+        *("neg", "abs", "exp", "expm1", "log", "log1p", "tanh", "sqrt", "erf", "atan", "sinh"),
+        *("floor", "round", "sin", "cos", INT, BOOL),
+    ),
+    (BOOL, 2): ("and", "or", "xor", "where"),
+    (BOOL, 1): ("not", INT, FLOAT),
+}
+
+
+def random_graph(draw: random.Random) -> Graph:
+    """Of nodes of every operation, whose first argument is no constant; many read one of the last nodes."""
+    graph = Graph()
+    *_, i, j = (graph.add(name, kind=INT) for name in "bhij")
+    graph.add("lt", i, graph.cast(j, FLOAT))
+    for value in (*draw.sample(WHOLE, 4), *draw.sample(FLOATS, 4)):
+        graph.const(value)
+
+    def pick(kind, ops=()):
+        found = [n for n, node in enumerate(graph.nodes) if node.kind == kind and node.op not in ops]
+        return draw.choice(found[-draw.choice((4, 99)) :])
+
+    for _ in range(12):
+        kind, count = draw.choice(list(OPERATIONS))
+        op, args = draw.choice(OPERATIONS[kind, count]), [pick(kind, ("const",)), pick(kind)][:count]
+        if op in ("floordiv", "mod"):
+            args.append(graph.const(draw.choice((-3, 1, 2, 7))))
+        if op == "load":
+            table = draw.randrange(2)
+            graph.load(table, [graph.add("mod", *args, graph.const(9))], (FLOAT, INT)[table])
+        elif op == "where":
+            kind = draw.choice((INT, FLOAT))
+            graph.add(op, args[0], pick(kind), pick(kind))
+        else:
+            graph.add(op, *args)
+    return graph
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_every_number_is_in_its_interval(dtype):
+    """Of every node of random graphs, at every position of random ranges."""
+    tables = (Captured(FLOAT, 1), Captured(INT, 1))
+    for _ in range(150):
+        seed = random.randrange(1 << 30)
+        draw = random.Random(seed)
+        graph = random_graph(draw)
+        functions = Functions(graph, None, None, tables)
+        buffers = Buffers(torch.randn(9).to(dtype), torch.randint(-9, 10, (9,)), torch.tensor([0, 9, 0, 9]))
+        starts = [torch.tensor(draw.choice((0, 1, 8, 2**24))) for _ in range(4)]
+        sizes = [draw.choice((1, 1, 2, 5)) for _ in range(4)]
+        ranges = [Blocks(a, a if n == 1 else a + n - 1, int(a) + n, n) for a, n in zip(starts, sizes)]
+        positions = torch.meshgrid(*(a + torch.arange(n) for a, n in zip(starts, sizes)), indexing="ij")
+        intervals = Intervals(graph, functions, buffers, Ranges(*ranges))
+        evaluate = Evaluator(graph, functions, buffers, Values(None, *positions, dtype))
+        for n, node in enumerate(graph.nodes):
+            (low, high), found = intervals(n), evaluate(n)
+            is_inside = (found >= low) & (found <= high) | low.isnan() | high.isnan()
+            if node.kind == BOOL:
+                is_inside = (found | ~low) & (~found | high)
+            assert is_inside.all(), (seed, n, node)
 
 
 def test_tile_maps_of_integers_up_to_64_bits():
