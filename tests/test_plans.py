@@ -373,6 +373,18 @@ def test_strides_and_dtypes_count():
         tilewise.attention(q, k.double(), v)
 
 
+@pytest.mark.parametrize("place", ["key", "value"])
+def test_a_tensor_given_twice_is_not_two(place):
+    """The second is not looked at where it is the first, so another in its place is another call."""
+    query = torch.randn(2, 9, 2, 16)
+    other = torch.randn(2, 9, 2, 32)[..., ::2]
+    call = {"query": query, "key": query, "value": query}
+    expected = tilewise.attention(**call | {place: other.contiguous()})
+    plans.clear()
+    tilewise.attention(**call)
+    assert torch.equal(tilewise.attention(**call | {place: other}), expected)
+
+
 def test_bad_arguments_are_refused_after_good_calls():
     q, k, v = qkv()
     for _ in range(2):

@@ -167,7 +167,7 @@ def random_graph(draw: random.Random) -> Graph:
         kind, count = draw.choice(list(OPERATIONS))
         op, args = draw.choice(OPERATIONS[kind, count]), [pick(kind, ("const",)), pick(kind)][:count]
         if op in ("floordiv", "mod"):
-            args.append(graph.const(draw.choice((-3, 1, 2, 7))))
+            args.append(draw.choice((i, j, *map(graph.const, (-3, 1, 2, 7)))))
         if op == "load":
             table = draw.randrange(2)
             graph.load(table, [graph.add("mod", *args, graph.const(9))], (FLOAT, INT)[table])
