@@ -532,3 +532,12 @@ def test_autocast_changes_nothing(backend, dtype):
             found = results(autocast_backward)
         for a, b in zip(found, expected, strict=True):
             assert a.dtype == b.dtype and torch.equal(a, b)
+
+
+def test_a_backend_without_a_gradient_of_lse_refuses_it():
+    """Its backward of out alone would leave it out."""
+    q, k, v = (torch.randn(1, 9, 2, 16, requires_grad=True) for _ in range(3))
+    out, lse = tilewise.attention(q, k, v, return_lse=True, backend="aten")
+    torch.autograd.grad(out.sum(), (q, k, v), retain_graph=True)
+    with pytest.raises(NotImplementedError, match="'aten' has no lse gradient; 'llvm' or"):
+        torch.autograd.grad(out.sum() + lse.sum(), (q, k, v))
