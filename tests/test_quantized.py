@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 import tilewise
-from tilewise import reference
+from tilewise import flash_attn, flash_attn_3, reference
 from tilewise.core import fp8
 from tilewise.core.problem import Inputs, Options, describe
 from tilewise.dispatch.capability import ROWS
@@ -83,6 +84,21 @@ def test_packed_sequences():
         ValueError, match="cu_seqlens_k must be the offsets that the tensors were quantized with"
     ):
         tilewise.attention_varlen(*quantized, starts, again)
+
+
+@pytest.mark.parametrize("face", [flash_attn, flash_attn_3])
+@pytest.mark.parametrize("precision", ["fp8", "int8"])
+def test_flash_attn(face: ModuleType, precision: str):
+    quantized, options = quantize(*draw(2, 60), precision=precision), {"causal": True, "window_size": (40, 0)}
+    expected = tilewise.attention(*quantized, causal=True, window=(40, 0))
+    assert torch.equal(face.flash_attn_func(*quantized, **options), expected)
+
+    starts = torch.tensor([0, 13, 31], dtype=torch.int32)
+    quantized = quantize(*draw(31), starts, starts, precision=precision)
+    expected = tilewise.attention_varlen(*quantized, starts, starts, causal=True)
+    assert torch.equal(face.flash_attn_varlen_func(*quantized, starts, starts, 18, 18, causal=True), expected)
+    with pytest.raises(ValueError, match="cu_seqlens_q must be the offsets"):
+        face.flash_attn_varlen_func(*quantized, starts // 2 * 2, starts, 18, 18)
 
 
 @pytest.mark.parametrize("shape", [(2, 300), (3, 1), (1, 128), (2, 0), (0, 5)], ids=str)
@@ -203,6 +219,12 @@ class TestRefused:
             quantize(q.float(), k.float(), v.float())
         with pytest.raises(TypeError, match="query=Quantized must be"):
             tilewise.attention_with_cache(q8, tilewise.KVCache(1, 40, 2, 64, dtype=torch.half))
+
+    def test_flash_attn_in_parts(self):
+        quantized, starts = quantize(*draw(20), *[torch.tensor([0, 7, 20])] * 2), torch.tensor([0, 7, 20])
+        for options in ({"attention_chunk": 5}, {"seqused_k": torch.tensor([3, 4])}):
+            with pytest.raises(NotImplementedError, match="take no Quantized tensors"):
+                flash_attn_3.flash_attn_varlen_func(*quantized, starts, starts, 13, 13, **options)
 
     def test_wrong_offsets(self):
         q, k, v = (t.squeeze(0) for t in draw(1, 20))

@@ -368,7 +368,7 @@ def flash_attn_with_kvcache(
 
 def _attend(inputs: Inputs, options: Options, return_attn_probs: bool) -> WithProbs:
     check_flag("return_attn_probs", return_attn_probs)
-    out, lse = autograd.attention(inputs, options, None)
+    out, lse = autograd.attention(inputs, flash_attn_call.with_products(options, inputs), None)
     if not return_attn_probs:
         return out
     s_dmask = out.new_empty(0) if options.dropout_p == 0 else _signed_weights(inputs, options)

@@ -18,6 +18,7 @@ Tensors are (batch, seqlen, heads, head_dim), packed ones (total, heads, head_di
   None is 1. out is bfloat16 then, and there are no gradients. qv must be None, as in FlashAttention-3. On
   Hopper GPUs the products are of 8 bits, and so weights are rounded too; elsewhere, with a cache, in chunks
   and in compiled code they are of bfloat16, which is nearer to exact.
+- q, k and v may be `tilewise.fp8.Quantized`, all three, without q_descale, qv, attention_chunk and seqused.
 - window_size: (left, right) keys seen before and after each query's aligned position; -1 is unbounded.
   Tensors of one integer are read, which waits for their device.
 - softcap: scores become softcap * tanh(scores / softcap); at most 0 is off.

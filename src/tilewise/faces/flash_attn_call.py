@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilewise.api import canonical_inputs
+from tilewise.api import canonical_inputs, products_of
 from tilewise.core.checks import check_flag, check_number, check_tensors, shown, window_bound
 from tilewise.core.problem import Inputs, Options
+from tilewise.core.quantized import check_offsets
 from tilewise.faces import chunks
 from tilewise.faces.fp8 import Descale, as_bfloat16
 from tilewise.faces.tokens import (
@@ -46,6 +47,13 @@ def options(
             others[name] = read_length(name, others[name])
     softcap = 0.0 if softcap < 0 else softcap
     return Options(bool(causal), left, right, softcap, scale=softmax_scale, **others)
+
+
+def with_products(options: Options, inputs: Inputs) -> Options:
+    """The options, with the precision that tensors were quantized in."""
+    if inputs.query_blocks is None:
+        return options
+    return options._replace(precision=products_of(inputs, options.precision))
 
 
 def _bound(bound: Any, window_size: Any) -> int | None:
@@ -99,9 +107,12 @@ def varlen_inputs(
 
     Raises:
         TypeError: the offsets are no tensors.
+        ValueError: they are not those that tensors were quantized with.
     """
     check_tensors(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
     inputs = canonical_inputs(q, k, v, **others)
+    if inputs.query_blocks is not None:
+        check_offsets(cu_seqlens_q=(q, cu_seqlens_q), cu_seqlens_k=(k, cu_seqlens_k))
     return inputs._replace(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
 
 
@@ -190,6 +201,11 @@ def attend(
         if is_fp8:
             q, k, v = descale.query(q, *offsets[:1]), as_bfloat16("k", k), as_bfloat16("v", v)
         inputs = varlen_inputs(q, k, v, *offsets) if offsets else canonical_inputs(q, k, v)
+        options = with_products(options, inputs)
+        if inputs.query_blocks is not None and (chunk or is_cut):
+            raise NotImplementedError(
+                "attention_chunk, seqused_q and seqused_k take no Quantized tensors: pass those of 16 bits"
+            )
         if not is_cut:
             out, lse = chunks.attention(inputs, options, chunk)
         else:
