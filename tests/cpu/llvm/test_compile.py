@@ -123,19 +123,29 @@ def test_an_interrupt_leaves_nothing_behind(monkeypatch, tmp_path):
 @pytest.mark.parametrize("is_in_call", [True, False])
 def test_an_interrupt_waits_for_the_threads_of_a_call(is_in_call):
     """They write to memory that its caller then frees. As in a forked child, where OpenMP has no threads."""
-    done, main = [], threading.current_thread()
+    done, main, is_sent = [], threading.current_thread(), threading.Event()
+
+    def interrupt():
+        signal.pthread_kill(main.ident, signal.SIGINT)
+        is_sent.set()
 
     def call(_):
         if threading.current_thread() is not main:
-            time.sleep(0.3)
+            is_sent.wait()
+            time.sleep(0.1)
             done.append(1)
         elif is_in_call:
+            is_sent.set()
             raise KeyboardInterrupt
         else:  # comes while the main thread waits for the others
-            threading.Timer(0.1, signal.pthread_kill, [main.ident, signal.SIGINT]).start()
+            threading.Timer(0.1, interrupt).start()
 
-    with pytest.raises(KeyboardInterrupt):
-        parallel._Pool()(call, 0, 4)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored behind a shell's `&`
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            parallel._Pool()(call, 0, 4)
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert len(done) == 3
 
 
