@@ -217,7 +217,7 @@ def check_tensors(call: KVCacheCall) -> None:
         if cache.stride(-1) != 1 and cache.shape[-1] > 1:
             raise ValueError(f"{name}.stride(-1)={cache.stride(-1)} must be 1: it is updated in place")
     tensors = {name: getattr(call, name) for name in _INTEGER_TENSORS if getattr(call, name) is not None}
-    if isinstance(tensors.get("cache_seqlens"), int | Integral):
+    if isinstance(tensors.get("cache_seqlens"), Integral):
         del tensors["cache_seqlens"]
     if "page_table" in tensors:
         tensors[call.table_name] = tensors.pop("page_table")
