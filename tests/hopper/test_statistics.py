@@ -20,7 +20,6 @@ from test_statistics import hold
 
 IS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 pytestmark = pytest.mark.skipif(not IS_HOPPER, reason="needs an NVIDIA Hopper GPU")
-OF_FORWARD = ("row_max", "max_logit")  # with a softcap of the forward's precision
 EVERYTHING = Aux(row_max=True, max_logit=True, entropy=True, column_sum=True, block_sum=128, top_k=8)
 LENGTHS = [1, 63, 64, 128, 129, 300, 511, 1100]
 
@@ -56,12 +55,12 @@ def test_every_mixture_of_options(seed: int, dtype: torch.dtype):
     )  # fmt: skip
     backend = "hopper" if q.shape[1] > 1 else None  # of one query, the decoding kernels have no statistics
     out, found = tilewise.attention(q, k, k, return_aux=aux, backend=backend, **options)
-    hold(found, q, k, aux, of_forward=OF_FORWARD, **options)
+    hold(found, q, k, aux, **options)
     assert_close(out, tilewise.attention(q, k, k, **options), atol=2e-2, rtol=2e-2)
-    hold(tilewise.attention_statistics(q, k, aux, **options), q, k, aux, of_forward=OF_FORWARD, **options)
+    hold(tilewise.attention_statistics(q, k, aux, **options), q, k, aux, **options)
     for alone in (Aux(max_logit=True), Aux(max_logit=True, entropy=True)):  # without row_max: another kernel
         _, of_heads = tilewise.attention(q, k, k, return_aux=alone, backend=backend, **options)
-        hold(of_heads, q, k, alone, of_forward=OF_FORWARD, **options)
+        hold(of_heads, q, k, alone, **options)
 
 
 @pytest.mark.parametrize("kind", ["equal", "period", "mixed"])
