@@ -30,8 +30,8 @@ META = torch.device("meta")
 MAX_CALLS = 128  # whose arguments are kept: more than most models have layers
 MAX_ADDRESSES = 256  # of one tensor of a launch
 # Tensors besides query, key and value of calls that are launched again; decoding takes others, too.
-IN_BACKWARDS = {"cu_seqlens_q", "cu_seqlens_k", "mask", "alibi_slopes", "dropout_seed"}
-IN_FORWARDS = {*IN_BACKWARDS, "seqlens_k", "leftpad_k", "page_table", "bias", "sinks"}
+IN_BACKWARDS = {"cu_seqlens_q", "cu_seqlens_k", "mask", "bias", "alibi_slopes", "dropout_seed"}
+IN_FORWARDS = {*IN_BACKWARDS, "seqlens_k", "leftpad_k", "page_table", "sinks"}
 Given = Sequence[Any]  # tensors; None where there is none
 Give = Callable[..., Given]  # what `Again` takes, of the arguments of a plan's `run`
 Again = Callable[[Given], Any]  # `Results` or `Gradients` in "bshd"; None: the first way has to serve

@@ -70,6 +70,8 @@ def _others(given: Given) -> tuple[Tensor | None, ...]:
 
 
 def _again_backward(problem: AttentionProblem, given: Given) -> Again | None:
+    if problem.bias_needs_grad:
+        return None
     *tensors, lse, residual, dout = given[:7]
     is_ready = all(with_dense_rows(t) is t for t in (*tensors, dout))
     if not is_ready or not all(t is None or t.is_contiguous() for t in (lse, residual)):

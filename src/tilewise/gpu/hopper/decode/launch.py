@@ -17,7 +17,7 @@ from tilewise.gpu.hopper.decode.arguments import DecodeConfig, DecodeSizes, Deco
 from tilewise.gpu.launch.launch_plan import Launch, Step, Tensors, run_steps
 
 FEW_QUERIES = 16  # of a cache
-SAVED_KEYS = 1024  # by a worker: what split-KV has to save with more queries
+SAVED_KEYS = 640  # by a worker: what split-KV has to save with more queries
 MIN_KEYS = 256  # below, other kernels have as much to read as to compute
 MANY_KEYS = 1024
 MAX_HEAD_DIM = 128
@@ -106,7 +106,7 @@ def is_faster(problem: AttentionProblem) -> bool:
     cfg = decode_config(problem)
     ctas = USUAL_SMS * (2 if cfg.BLOCK_D == 64 else 1)
     idle = ctas - problem.batch * segments(problem, cfg)
-    return problem.is_cached and problem.seqlen_k * idle >= SAVED_KEYS * ctas
+    return problem.seqlen_k * idle >= SAVED_KEYS * ctas
 
 
 class Kernels(NamedTuple):

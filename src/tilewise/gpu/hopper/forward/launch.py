@@ -207,12 +207,13 @@ def _tile(problem: AttentionProblem, block_dv: int) -> tuple[int, int, int, int,
 
     Head size 64 needs four warpgroups on an SM to hide what is not a product. In one CTA they share keys,
     and have registers to overlap their own products and softmax; in two CTAs they are free of each other,
-    which is worth more where tiles of queries are short or few.
+    which is worth more where tiles of queries are short or few, or keys.
     """
     window = host.window_size(problem)
     is_causal = problem.visibility().right is not None
     if problem.head_dim <= 64:
-        is_short = window <= 1024 or problem.is_packed or (is_causal and problem.seqlen_k <= 2048)
+        is_short = problem.seqlen_k < 1024 or (is_causal and problem.seqlen_k <= 2048)
+        is_short = is_short or window <= 1024 or problem.is_packed
         has_more = problem.mask_shape is not None or problem.bias_shape is not None
         is_short = is_short or has_more or problem.has_score_function or problem.dropout_p > 0
         if is_short or problem.batch * problem.num_heads * problem.seqlen_q < MANY_ROWS:
