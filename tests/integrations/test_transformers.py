@@ -144,6 +144,12 @@ def test_packed_sequences_equal_the_separate_runs(kind, how):
         assert_same_run(packed, run(model, "tilewise", **inputs), FLOAT32)
 
 
+@pytest.mark.parametrize("positions", [[0, 1, 2, 5, 6, 7], [0, 1, 2, 2, 2, 3], [4, 5, 6, 9, 10, 11]])
+def test_positions_that_leave_gaps_or_repeat_are_one_sequence_with_a_cache(positions):
+    model, inputs = decoder("llama"), {"input_ids": tokens(1, 6), "position_ids": torch.tensor([positions])}
+    assert_same_run(run(model, "tilewise", **inputs), run(model, "eager", **inputs), FLOAT32)
+
+
 def test_packed_rows_of_a_batch_equal_eager():
     model, ids = decoder("mistral"), tokens(2, 11)
     positions = torch.stack([torch.cat([torch.arange(n), torch.arange(11 - n)]) for n in (4, 9)])

@@ -125,7 +125,7 @@ def attention_forward(
         indices: the only keys that a query may see, (batch, seqlen_q, count), of DeepSeek's sparse attention.
         block_indices: refused, MiniMax-M3's sparse attention.
         cu_seq_lens_q, cu_seq_lens_k: offsets of packed sequences in the flattened (batch * seqlen) tokens.
-        position_ids: (1, seqlen) of packed sequences if they do not go up by 1: see `packed_starts`.
+        position_ids: (1, seqlen) of packed sequences if they restart: see `packed_starts`.
         output_attentions: also return the weights of `weight_rows`, see `register`.
 
     Returns:

@@ -77,10 +77,11 @@ class Pattern:
 
 
 def packed_starts(position_ids: Any, batch: int, seqlen: int) -> Tensor | None:
-    """Offsets of the sequences that position ids (1, seqlen) number, each from its own start; None of one.
+    """Offsets of the sequences that position ids (1, seqlen) number, each from their minimum; None of one.
 
     As transformers' flash-attention does it, for models whose mask does not say so: with a cache transformers
-    looks for no packing. Read once for all layers; not in compiled code or captured graphs.
+    looks for no packing. Positions that leave gaps or repeat are one sequence's, as of pruned prompts and
+    pictures. Read once for all layers; not in compiled code or captured graphs.
     """
     if torch.compiler.is_compiling() or functions.is_served():
         return None
@@ -92,10 +93,10 @@ def packed_starts(position_ids: Any, batch: int, seqlen: int) -> Tensor | None:
 
 
 def _starts(position_ids: Tensor) -> Tensor | None:
-    jumps = (position_ids[0, 1:] - position_ids[0, :-1] != 1).nonzero().flatten() + 1
-    if len(jumps) == 0:
+    starts = (position_ids[0, 1:] == position_ids.min()).nonzero().flatten() + 1
+    if len(starts) == 0:
         return None
-    return nn.functional.pad(nn.functional.pad(jumps, (1, 0)), (0, 1), value=position_ids.shape[1])
+    return nn.functional.pad(nn.functional.pad(starts, (1, 0)), (0, 1), value=position_ids.shape[1])
 
 
 class PatternMask(Tensor):
