@@ -58,6 +58,11 @@ def test_on_the_terminal(tmp_path):
     assert as_text(mask.kinds_of(read(f"{file}:near"), (64, 64), 4, 0, 1)) in output
 
 
+def test_batch_entry_and_head_are_stand_ins_as_in_attention():
+    code, output = run("torch.where(h > 0, q_idx < b, kv_idx < 1)", "--seqlen", "3", "--b", "2", "--h", "1")
+    assert code == 0 and output.splitlines()[:3] == ["██████", "██████", ""]
+
+
 def test_a_function_of_other_arguments(tmp_path):
     file = tmp_path / "scores.py"
     file.write_text("def relative(score, b, h, q_idx, kv_idx):\n    return score\n")
@@ -71,6 +76,7 @@ def test_a_function_of_other_arguments(tmp_path):
     [
         (["q_idx kv_idx"], "is no expression, and no FILE.py:NAME"),
         (["q_idx and kv_idx"], "can't be traced: a branch of Python's"),
+        (["nothing.py"], "'nothing.py' names no function: FILE.py:NAME"),
         (["nothing.py:f"], "nothing.py: No such file or directory"),
         (["q_idx", "--seqlen", "0"], "seqlen"),
         (["q_idx", "--seqlen-k", "1000000000000"], "Invalid value for '--seqlen-k'"),

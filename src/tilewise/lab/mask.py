@@ -86,6 +86,8 @@ def read(function: str) -> Callable[..., Any]:
         True
     """
     path, _, name = function.rpartition(":")
+    if name.endswith(".py"):
+        raise ValueError(f"{function!r} names no function: FILE.py:NAME")
     if path.endswith(".py"):
         try:
             found = runpy.run_path(path)
@@ -124,7 +126,8 @@ def as_text(kinds: Tensor) -> str:
 def kinds_of(mask_mod: Callable[..., Any], lengths: tuple[int, int], block: int, b: int, h: int) -> Tensor:
     """EMPTY, PARTIAL or FULL: uint8 (tiles of queries, tiles of keys), of batch entry b and head h."""
     check_function("mask_mod", mask_mod)
-    own = wraps(mask_mod)(lambda _b, _h, i, j: mask_mod(b, h, i, j))
+    # b and h stay stand-ins, as in attention: b0 and h0 are 0
+    own = wraps(mask_mod)(lambda b0, h0, i, j: mask_mod(b0 + b, h0 + h, i, j))
     return block_kinds(create_block_mask(own, None, None, *lengths, device="cpu", BLOCK_SIZE=block))[0, 0]
 
 
