@@ -152,6 +152,7 @@ def test_kv_memory():
 
 def test_pages():
     output = run("kv-memory", "--lengths", "37,9,62,20", "--page-size", "16", "--longest", "96")
+    assert run("kv-memory", "--lengths", "37,9,62,20", "--longest", "96") == output
     assert row(output, "2")[1:] == ["62", "4", "2"]
     assert "128 tokens lie in 160 slots, 32 of them empty; reserving 96 for each takes 384, 256" in output
 
@@ -198,6 +199,8 @@ def test_pipeline_is_drawn(monkeypatch):
         (["roofline", "--results", "missing.json"], "missing.json: No such file"),
         (["kv-memory", "--model", "eliza"], "model must be one of gpt-2"),
         (["kv-memory", "--lengths", "1,x"], "lengths must be whole numbers with commas between, got '1,x'"),
+        (["kv-memory", "--longest", "96"], "--page-size and --longest count pages of --lengths"),
+        (["kv-memory", "--page-size", "16"], "--page-size and --longest count pages of --lengths"),
         (["pipeline", "--stages", "0"], "Invalid value for '--stages'"),
         (["io", "--seqlen", "99999999999999999999"], "Invalid value for '--seqlen'"),
         (["roofline", "--heads", "9999999999"], "Invalid value for '--heads'"),

@@ -147,9 +147,12 @@ def kv_memory_command(
         str | None,
         typer.Option(help="Tokens of each sequence, as 37,9,62: the pages they take."),
     ] = None,
-    page_size: Annotated[int, typer.Option(min=1, max=MOST, help="Tokens a page, with --lengths.")] = 16,
+    page_size: Annotated[
+        int | None, typer.Option(min=1, max=MOST, help="Tokens a page, with --lengths; default: 16.")
+    ] = None,
     longest: Annotated[
-        int | None, typer.Option(help="What a contiguous cache reserves; default: the longest.")
+        int | None,
+        typer.Option(help="What a contiguous cache reserves, with --lengths; default: the longest."),
     ] = None,
 ) -> None:
     """Size of a KV cache by model and context.
@@ -159,8 +162,10 @@ def kv_memory_command(
     """
     with _one_line_errors():
         if lengths is not None:
-            _print_pages(lengths, page_size, longest)
+            _print_pages(lengths, page_size or 16, longest)
             return
+        if (page_size, longest) != (None, None):
+            raise ValueError("--page-size and --longest count pages of --lengths, which is missing")
         size = _itemsize(dtype)
         chosen = list(kv_memory.MODELS.values()) if model is None else [kv_memory.find_model(model)]
         rows = [_cache_row(known, context, batch, size) for known in chosen]
