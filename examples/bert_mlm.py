@@ -50,6 +50,7 @@ def batch_of(data: Tensor, number: int, args: argparse.Namespace) -> dict[str, T
     tokens = data[starts + positions].long().where(is_real, PADDING)
     tokens[:, 0] = START
     is_hidden = (torch.rand(shape, generator=draw) < HIDDEN_SHARE) & is_real & (positions > 0)
+    is_hidden[0, 1] |= ~is_hidden.any()  # the loss of a batch with nothing to guess is NaN
     labels = tokens.where(is_hidden, IGNORED)
     fate = torch.rand(shape, generator=draw)
     other = torch.randint(256, shape, generator=draw)

@@ -360,12 +360,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     device = torch.device(chosen.device or ("cuda" if is_large else "cpu"))
     dtype = getattr(torch, chosen.dtype or ("bfloat16" if is_large else "float32"))
     count, prompt, new, most = (
-        given or default
+        default if given is None else given
         for given, default in zip(
             (chosen.requests, chosen.prompt, chosen.new, chosen.most),
             (96, 1024, 128, 64) if is_large else (8, 100, 40, 4),
         )
     )
+    for name, number in {"requests": count, "prompt": prompt, "new": new, "most": most}.items():
+        if number < 1:
+            parser.error(f"--{name} must be at least 1, got {number}")
     torch.manual_seed(0)
     with device:
         model: Model = ByteGPT(CPU) if chosen.model == "gpt" else Llama(LLAMA_3_8B if is_large else TINY)

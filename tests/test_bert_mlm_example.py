@@ -61,3 +61,11 @@ def test_what_is_hidden_is_guessed_and_nothing_else(example):
     became = tokens[is_hidden]
     assert 0.77 < (became == example.MASK).float().mean() < 0.83
     assert 0.08 < (became == labels[is_hidden]).float().mean() < 0.13
+
+
+def test_every_batch_has_something_to_guess(example):
+    args = example.parse(["--seqlen", "4", "--batch", "1", "--device", "cpu"])
+    data = torch.randint(256, (99,), dtype=torch.uint8)
+    for number in range(20):
+        batch = example.batch_of(data, number, args)
+        assert (batch["labels"][batch["attention_mask"] == 1] != example.IGNORED).any()

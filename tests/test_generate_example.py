@@ -21,6 +21,13 @@ def test_it_runs(example, model, capsys):
     assert float(re.search(r"([\d.]+) tokens/s", printed)[1]) > 0
 
 
+@pytest.mark.parametrize("option", ["--requests", "--prompt", "--new", "--most"])
+def test_nothing_to_do_is_refused(example, option, capsys):
+    with pytest.raises(SystemExit):
+        example.main(["--model", "tiny", option, "0"])
+    assert f"{option} must be at least 1, got 0" in capsys.readouterr().err
+
+
 def test_sequences_join_and_leave_as_pages_allow(example):
     """Five pages of 16 tokens: a third request waits until one of two has left; chunks of 7 tokens."""
     torch.manual_seed(0)
