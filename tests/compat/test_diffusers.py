@@ -116,6 +116,8 @@ def test_refusals(dispatch):
     q, k, v = tensors(kv_heads=2)
     with pytest.raises(ValueError, match=r"key\.shape\[2\]=2 \(heads\) must equal query\.shape\[2\]=4"):
         compat_diffusers.attention(q, k, v)
+    with pytest.raises(TypeError, match=r"attn_mask\.dtype=torch\.int64 must be torch\.bool"):
+        compat_diffusers.attention(q, q, q, attn_mask=torch.ones(1, 1, 1, 13, dtype=torch.long))
     config = SimpleNamespace(context_parallel_config=SimpleNamespace(ring_degree=2))
     for name, value in {
         "dropout_p": 0.5,

@@ -167,8 +167,14 @@ def _arrived(t: Tensor) -> Tensor:
 
 
 def _mask_and_bias(attn_mask: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-    is_bool = attn_mask is not None and attn_mask.dtype == torch.bool
-    return (attn_mask, None) if is_bool else (None, attn_mask)
+    if attn_mask is None:
+        return None, None
+    if attn_mask.dtype == torch.bool:
+        return attn_mask, None
+    if not attn_mask.dtype.is_floating_point:
+        dtype = attn_mask.dtype
+        raise TypeError(f"attn_mask.dtype={dtype} must be torch.bool (True = attend) or floating-point")
+    return None, attn_mask
 
 
 def _check_parallel(config: Any, attn_mask: Any, dropout_p: float, window_size: tuple[int, int]) -> None:
