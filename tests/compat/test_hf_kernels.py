@@ -10,6 +10,7 @@ import inspect
 import json
 import os
 import re
+import runpy
 import subprocess
 import sys
 
@@ -55,6 +56,14 @@ def test_repository_holds_what_the_loader_wants(repository):
     assert not [path for path in files if absolute.search(path.read_text())]
     with pytest.raises(FileExistsError):
         hf_kernels.write(repository)
+
+
+def test_a_folder_that_cannot_be_made(tmp_path, monkeypatch):
+    file = tmp_path / "file"
+    file.touch()
+    monkeypatch.setattr(sys, "argv", ["", str(file)])
+    with pytest.raises(SystemExit, match=r"torch-cuda: Not a directory"):
+        runpy.run_module("tilewise.compat.hf_kernels", run_name="__main__")
 
 
 LOAD = """

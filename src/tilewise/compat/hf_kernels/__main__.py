@@ -13,3 +13,5 @@ if __name__ == "__main__":
         print(write(sys.argv[1]))
     except FileExistsError as error:
         sys.exit(f"{error.filename} exists: give a folder without a build")
+    except OSError as error:
+        sys.exit(f"{error.filename}: {error.strerror}")
