@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tilewise import PagedKVCache, reference
+from tilewise import PagedKVCache, check_errors, reference
 from tilewise.cache.quantized_pages import write_quantized
 from tilewise.core.problem import Inputs, Options, describe
 from tilewise.rotary import apply_rotary, rotary_tables
@@ -209,6 +209,8 @@ def test_pages_become_a_cache(page_size: int, dtype: torch.dtype):
             assert torch.equal(tokens[b, n].nan_to_num(-1.0), held[page].nan_to_num(-1.0))
             assert torch.equal(tokens[b, n].isnan(), held[page].isnan())
         assert tokens[2, 1:].isnan().all()
+    with pytest.raises(ValueError, match="a page"):
+        check_errors()
 
 
 @pytest.mark.parametrize("page_size, dim_v", [(16, 24), (64, None)])

@@ -90,7 +90,7 @@ def hostile(kind: str, queries, packed: bool):
     k, v = randn(4, capacity, 2, 16), randn(4, capacity, 2, 16)
     extras = {"seqlens_k": integers(*lengths)}
     stored = [k, v]
-    if kind in ("pages", "far_pages"):
+    if "pages" in kind:
         table = torch.randperm(4 * capacity // page).to(DEVICE).int().view(4, -1)
         stored = []
         for t in (k, v):
@@ -98,8 +98,12 @@ def hostile(kind: str, queries, packed: bool):
             pool[table.flatten().long()] = t.view(-1, page, 2, 16)
             stored.append(pool)
         table[2, 1:] = -7  # behind the end: never looked at
-        table[1, 3], table[3, 0] = (-1, len(stored[0])) if kind == "pages" else (FAR, -FAR)
+        table[1, 3], table[3, 0] = (FAR, -FAR) if kind == "far_pages" else (-1, len(stored[0]))
         extras["page_table"] = table
+        if kind == "8_bit_pages":
+            scales = torch.ones(len(stored[0]), 2, device=DEVICE)
+            stored = [t.to(torch.float8_e4m3fn) for t in stored]
+            extras |= {"key_scale": scales, "value_scale": scales}
     elif kind == "lengths":
         extras["seqlens_k"] = integers(300, capacity + 1, 1, -1)
     elif kind == "far_lengths":
@@ -113,7 +117,7 @@ def hostile(kind: str, queries, packed: bool):
 
 
 @pytest.mark.sample(2)
-@pytest.mark.parametrize("kind", ["pages", "far_pages", "lengths", "far_lengths", "leftpads"])
+@pytest.mark.parametrize("kind", ["pages", "far_pages", "8_bit_pages", "lengths", "far_lengths", "leftpads"])
 @pytest.mark.parametrize(("queries", "packed"), [(1, False), (3, False), (20, False), (20, True)])
 def test_rows_of_wrong_sequences_are_nan(kind: str, queries: int, packed: bool):
     inputs = hostile(kind, queries, packed)
@@ -131,13 +135,34 @@ def test_rows_of_wrong_sequences_are_nan(kind: str, queries: int, packed: bool):
         tilewise.check_errors()
 
 
-def test_pages_outside_of_the_window_are_not_looked_at():
-    inputs = hostile("pages", 2, False)
-    inputs.page_table[1, :10] = -1
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("kind", ["pages", "8_bit_pages"])
+@pytest.mark.parametrize(("queries", "packed"), [(2, False), (20, False), (20, True)])
+def test_pages_outside_of_the_window_are_not_looked_at(kind: str, queries: int, packed: bool):
+    inputs = hostile(kind, queries, packed)
+    inputs.page_table[1, : 10 if queries == 2 else 7] = -1
     inputs.page_table[3, 0] = 0
     problem = describe(inputs, Options(causal=True, window_left=40))
-    out, _ = launch_decode.forward(problem, inputs)
+    out, _ = launch.forward(problem, inputs)
     assert not out.isnan().any()
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("kind", ["pages", "8_bit_pages"])
+@pytest.mark.parametrize("queries", [2, 20])
+def test_pages_of_left_padding_are_not_looked_at(kind: str, queries: int):
+    inputs = hostile(kind, queries, False)._replace(leftpad_k=integers(0, 65, 0, 16))
+    out, _ = launch.forward(describe(inputs, Options()), inputs)
+    assert not out.isnan().any()
+
+
+def test_8_bit_pages_of_a_wrong_length_are_not_looked_at():
+    """Who is told of the length is not told of pages as well."""
+    inputs = hostile("8_bit_pages", 20, False)._replace(seqlens_k=integers(300, 321, 1, -1))
+    out, _ = launch.forward(describe(inputs, Options()), inputs)
+    assert out.isnan().any((1, 2, 3)).tolist() == [False, True, False, True]
+    with pytest.raises(ValueError, match="NaN: a length"):
+        tilewise.check_errors()
 
 
 def test_reserve_and_lengths_tell_of_errors():

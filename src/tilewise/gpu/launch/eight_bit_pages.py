@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tilewise.core.device_errors import PAGE, error_flags
 from tilewise.core.fp8 import LARGEST, LEAST_EXPONENT
 from tilewise.core.problem import AttentionProblem, Inputs
 from tilewise.core.signature import rows_dense
@@ -22,13 +23,15 @@ from tilewise.gpu.launch.launch_plan import Launch, Tensors, run
 
 BLOCK_ROWS = 16  # of a page at a time
 BLOCK_COLUMNS = 512  # of heads side by side
+PAGE_FLAG = tl.constexpr(PAGE)
 LARGEST_NUMBER, LEAST_POWER = tl.constexpr(LARGEST), tl.constexpr(LEAST_EXPONENT)
 
 
 def dequantized(problem: AttentionProblem, inputs: Inputs) -> tuple[AttentionProblem, Inputs]:
     """The problem and inputs with a contiguous cache in the queries' dtype.
 
-    A page whose number is none becomes NaN. Behind the pages of a sequence nothing is written.
+    A page whose number is none becomes NaN, which is reported; zeros if no query sees it. Nothing is written
+    before and behind the pages of a sequence, or of one whose length is wrong.
     """
     pages, lengths, table = inputs.key, inputs.seqlens_k, inputs.page_table
     assert table is not None and lengths is not None
@@ -36,20 +39,23 @@ def dequantized(problem: AttentionProblem, inputs: Inputs) -> tuple[AttentionPro
     key, value = (pages.new_empty((*rows, t.shape[3]), dtype=problem.dtype) for t in inputs[1:3])
     as_integers = (t.view(torch.uint8) for t in inputs[1:3])
     scales = (None if t is None else t.contiguous() for t in (inputs.key_scale, inputs.value_scale))
-    tensors = (*as_integers, *scales, table.contiguous(), lengths.contiguous())
-    run(_launch, problem.dtype, tensors, fresh=(key, value))  # whose dtype nothing else tells
+    small = (table, lengths, inputs.leftpad_k, inputs.cu_seqlens_q)
+    tensors = (*as_integers, *scales, *(None if t is None else t.contiguous() for t in small))
+    run(_launch, problem, tensors, fresh=(key, value))
     inputs = inputs._replace(key=key, value=value, page_table=None, key_scale=None, value_scale=None)
     return replace(problem, is_quantized=False, page_size=None), inputs
 
 
-def _launch(dtype: torch.dtype, tensors: Tensors) -> Launch:
-    key, value, key_scale, value_scale, table, lengths, *fresh = tensors
+def _launch(problem: AttentionProblem, tensors: Tensors) -> Launch:
+    key, value, key_scale, value_scale, table, *small, new_key, new_value = tensors
     assert key is not None and value is not None and table is not None
     page_size, heads = key.shape[1:3]
     widths = [triton.next_power_of_2(t.shape[3]) for t in (key, value)]
+    left = problem.seqlen_k if problem.window_left is None else min(problem.window_left, problem.seqlen_k)
     arguments = (
         *((key, *key.stride()[:3], key_scale), (value, *value.stride()[:3], value_scale)),
-        *(table, lengths, *fresh, len(key), table.shape[1], page_size, heads, key.shape[3], value.shape[3]),
+        *(table, *small, error_flags(key.device), new_key, new_value, len(key), table.shape[1]),
+        *(problem.seqlen_q, left, page_size, heads, key.shape[3], value.shape[3]),
         *(min(BLOCK_ROWS, triton.next_power_of_2(page_size)), *widths, max(1, BLOCK_COLUMNS // max(widths))),
     )
     return Launch(dequantize_kernel, table.numel(), arguments, 4)
@@ -57,7 +63,8 @@ def _launch(dtype: torch.dtype, tensors: Tensors) -> Launch:
 
 @entry(triton.jit)
 def dequantize_kernel(
-    keys, values, table, lengths, new_key, new_value, num_pages: int, table_pages: int, page_size, heads,
+    keys, values, table, lengths, leftpads, cu_seqlens_q, errors, new_key, new_value,
+    num_pages: int, table_pages: int, seqlen_q: int, window_left: int, page_size, heads,
     DIM: tl.constexpr, DIM_V: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, WIDTH_V: tl.constexpr,
     HEADS: tl.constexpr,
 ):  # fmt: skip
@@ -65,29 +72,42 @@ def dequantize_kernel(
     key, key_page, key_row, key_head, key_scale = keys
     value, value_page, value_row, value_head, value_scale = values
     place = tl.program_id(0)
+    b = place // table_pages
     first = place % table_pages * page_size
-    if first < tl.load(lengths + place // table_pages):
+    held, pad = tl.load(lengths + b), 0
+    if leftpads is not None:
+        pad = tl.load(leftpads + b)
+    queries = seqlen_q
+    if cu_seqlens_q is not None:
+        queries = (tl.load(cu_seqlens_q + b + 1) - tl.load(cu_seqlens_q + b)).to(tl.int32)
+    end = first + page_size
+    if (first < held) & (held <= table_pages * page_size) & (end > pad) & (queries > 0):
         page = tl.load(table + place).to(tl.int64)
         is_page = (page >= 0) & (page < num_pages)
+        is_seen = end > held - queries - window_left
+        if (is_page == 0) & is_seen:
+            tl.store(errors + PAGE_FLAG, 1)
+        otherwise = tl.where(is_seen, float("nan"), 0.0)
         page = tl.where(is_page, page, 0)
         start = place.to(tl.int64) * page_size * heads
         for row in range(0, page_size, ROWS):
             _write(
                 key + page * key_page, key_row, key_head, key_scale + page * heads, new_key + start * DIM,
-                row, page_size, heads, is_page, DIM, ROWS, WIDTH, HEADS,
+                row, page_size, heads, is_page, otherwise, DIM, ROWS, WIDTH, HEADS,
             )  # fmt: skip
             _write(
                 value + page * value_page, value_row, value_head, value_scale + page * heads,
-                new_value + start * DIM_V, row, page_size, heads, is_page, DIM_V, ROWS, WIDTH_V, HEADS,
+                new_value + start * DIM_V, row, page_size, heads, is_page, otherwise,
+                DIM_V, ROWS, WIDTH_V, HEADS,
             )  # fmt: skip
 
 
 @triton.jit
 def _write(
-    source, stride_row, stride_head, scale, target, first, page_size, heads, is_page,
+    source, stride_row, stride_head, scale, target, first, page_size, heads, is_page, otherwise,
     DIM: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
-    """Rows of a page, from `first` on, of all heads."""
+    """Rows of a page, from `first` on, of all heads; `otherwise` where that is none."""
     row = first + tl.arange(0, ROWS)[:, None, None]
     column = tl.arange(0, WIDTH)[None, None, :]
     for block in range(0, heads, HEADS):
@@ -96,7 +116,7 @@ def _write(
         place = row * stride_row + head * stride_head + column
         bits = tl.load(source + place, mask=mask, other=0).to(tl.int32)
         x = _number(bits) * tl.load(scale + head, mask=head < heads, other=0.0)
-        x = tl.where(is_page, x, float("nan"))
+        x = tl.where(is_page, x, otherwise)
         tl.store(target + (row * heads + head) * DIM + column, x.to(target.dtype.element_ty), mask=mask)
 
 
