@@ -78,10 +78,11 @@ def check(name: str) -> str:
         v *= growing ** (torch.arange(lengths_k) // 64 * 2)[None, :, None, None]
     extras: dict[str, torch.Tensor] = {}
     if is_packed:
-        for side, lengths in (("q", lengths_q), ("k", lengths_k)):
-            extras[f"cu_seqlens_{side}"] = torch.tensor(
-                [0, *itertools.accumulate(lengths)], dtype=torch.int32
-            )
+        both = [[0, *itertools.accumulate(lengths)] for lengths in (lengths_q, lengths_k)]
+        # columns of one tensor, whose numbers do not lie side by side
+        extras["cu_seqlens_q"], extras["cu_seqlens_k"] = (
+            torch.tensor(both, dtype=torch.int32).T.contiguous().T
+        )
     if options.pop("sinks", False):
         extras["sinks"] = torch.randn(heads)
     inputs = Inputs(q, k, v, **extras)

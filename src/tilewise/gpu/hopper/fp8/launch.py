@@ -19,9 +19,10 @@ from tilewise.gpu.launch.launch_plan import Launch, Tensors, run
 
 def forward(problem: AttentionProblem, inputs: Inputs) -> tuple[Tensor, Tensor]:
     """out (like query, head_dim_v) and lse float32 (batch, heads, seqlen_q), packed (heads, total_q)."""
-    offsets = (inputs.cu_seqlens_q, inputs.cu_seqlens_k, inputs.cu_seqlens_k)
+    offsets = inputs.cu_seqlens_q, inputs.cu_seqlens_k
+    cu_q, cu_k = (None if t is None else t.contiguous() for t in offsets)
     values, factors = [], []
-    for kind, t, cu_seqlens in zip(KINDS, inputs[:3], offsets):
+    for kind, t, cu_seqlens in zip(KINDS, inputs[:3], (cu_q, cu_k, cu_k)):
         if problem.is_in_blocks:
             blocks, scale = getattr(inputs, f"{kind}_blocks"), getattr(inputs, f"{kind}_scale")
         else:
@@ -35,8 +36,8 @@ def forward(problem: AttentionProblem, inputs: Inputs) -> tuple[Tensor, Tensor]:
     lse = query.new_empty((*batch, heads, rows), dtype=torch.float32)
     cfg = forward_config(problem)
     sinks = None if inputs.sinks is None else inputs.sinks.contiguous()
-    ordered = host.order_sequences(problem, *offsets[:2], cfg.BLOCK_M)
-    tensors = (*values, *factors, sinks, *offsets[:2])
+    ordered = host.order_sequences(problem, cu_q, cu_k, cfg.BLOCK_M)
+    tensors = (*values, *factors, sinks, cu_q, cu_k)
     fresh = (out, lse, *ordered, host.scheduler_counter(out.device))
     run(_forward_launch, problem, tensors, cfg, out.shape[0], fresh=fresh)  # blocks do not say how many rows
     return out, lse
@@ -52,7 +53,8 @@ def round_tensor(problem: AttentionProblem, kind: str, t: Tensor, cu_seqlens: Te
     blocks = torch.empty((heads, count, *shape), dtype=dtype, device=t.device)
     factors = torch.empty((heads, count), dtype=torch.float32, device=t.device)
     matrix = None if is_value else _matrix(width, t.dtype, t.device)
-    run(_quantize_launch, problem, (t, matrix, cu_seqlens), kind, fresh=(blocks, factors))
+    offsets = None if cu_seqlens is None else cu_seqlens.contiguous()
+    run(_quantize_launch, problem, (t, matrix, offsets), kind, fresh=(blocks, factors))
     return Quantized(blocks, factors, tuple(t.shape), t.dtype, kind, not is_value, cu_seqlens)
 
 
