@@ -143,6 +143,26 @@ def test_plans_are_bounded(recorder, monkeypatch):
     assert len(plan._plans) <= 2
 
 
+def test_another_thread_may_remove_plans_while_one_makes_room(recorder, monkeypatch):
+    x, build, others = torch.zeros(2, 5, 3, 8), build_with(recorder), []
+
+    class Plans(dict):
+        def __iter__(self):
+            oldest_first = super().__iter__()
+            if not others:
+                others.append(threading.Thread(target=plan.clear))
+                others[0].start()
+                others[0].join(0.2)  # until it has come between, if it can
+            return oldest_first
+
+    monkeypatch.setattr(plan, "_plans", Plans())
+    monkeypatch.setattr(plan, "MAX_PLANS", 2)
+    for n in range(3):
+        plan.run(build, n, (x, x, None))
+    others[0].join()
+    assert not plan._plans
+
+
 def build_tma(recorder):
     def build(problem, tensors):
         q, out = tensors

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from tilewise.core.kept import lock_for_forks
 from tilewise.core.plan import Results
 from tilewise.core.problem import AttentionProblem, Gradients
 from tilewise.core.signature import ALIGNMENT, in_order, stand_in
@@ -140,9 +141,11 @@ def _launch(problem: Any, step: Step, signatures: tuple[Any, ...]) -> None:
     compiled = start(launch) if launch.programs > 0 else None
     bound = None if compiled is None else bind(compiled, (launch.programs, launch.programs_y, 1))
     if bound is not None:
-        if len(_plans) >= MAX_PLANS:
-            _plans.pop(next(iter(_plans)), None)  # another thread may have taken it
-        _plans[key] = LaunchPlan(bound, launch.fields, aliases)
+        made = LaunchPlan(bound, launch.fields, aliases)
+        with _lock:
+            if len(_plans) >= MAX_PLANS:
+                del _plans[next(iter(_plans))]
+            _plans[key] = made
 
 
 def find(problem: Any, step: Step) -> LaunchPlan | None:
@@ -239,11 +242,13 @@ def bind(compiled: Any, grid: tuple[int, int, int]) -> CLaunch | None:
 
 
 _plans: dict[Any, LaunchPlan] = {}
+_lock = lock_for_forks()  # of who changes it
 
 
 def clear() -> None:
     """Forget all plans."""
-    _plans.clear()
+    with _lock:
+        _plans.clear()
 
 
 def plan_steps(
