@@ -5,6 +5,7 @@ On a GPU at real shapes; with TRITON_INTERPRET=1 at tiny ones, on the CPU.
 
 from __future__ import annotations
 
+import mmap
 import os
 from typing import Any
 
@@ -38,6 +39,7 @@ DEVICE = "cpu" if IS_INTERPRETED else "cuda"
 DTYPES = [torch.float32] if IS_INTERPRETED else [torch.float32, torch.float16, torch.bfloat16]
 LENGTHS = [37, 0, 50, 1] if IS_INTERPRETED else [1500, 0, 5000, 1, 257]
 PAGE = 16
+NO_RESERVE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0x4000)
 NAN = float("nan")
 
 
@@ -359,6 +361,26 @@ def test_offsets_have_64_bits():
     step = 1 << 29
     offsets_kernel[(1,)](out, ScoreTensor(t, 0, 0, 0, step), Heads(t, 0, 0, step, 32, 1))
     assert out.tolist() == [4 * step * n for n in range(32)]
+
+
+def test_rows_of_8_bit_pages_have_64_bits():
+    """A page may be a whole sequence, of which rows and heads lie far apart in memory that nobody touches."""
+    if IS_INTERPRETED:
+        memory = torch.frombuffer(mmap.mmap(-1, 1 << 34, NO_RESERVE), dtype=torch.uint8)
+    elif torch.cuda.mem_get_info()[0] < 1 << 35:
+        pytest.skip("needs 32 GB of free memory")
+    else:
+        memory = torch.zeros(1 << 34, dtype=torch.uint8, device=DEVICE)
+    pool = memory[1 << 32 :].as_strided((1, 4, 4, 16), (1, 1 << 30, 3 << 28, 1))
+    held = torch.randint(0, 120, pool.shape, device=DEVICE).to(torch.uint8)
+    pool.copy_(held)
+    extras = {"seqlens_k": torch.tensor([4], device=DEVICE)}
+    extras["page_table"] = torch.zeros(1, 1, dtype=torch.int32, device=DEVICE)
+    extras |= dict.fromkeys(("key_scale", "value_scale"), torch.ones(1, 4, device=DEVICE))
+    far, near = (t.view(torch.float8_e4m3fn) for t in (pool, held))
+    inputs = Inputs(randn(1, 20, 4, 16), far, far, **extras)
+    _, found = dequantized(describe(inputs, Options()), inputs)
+    assert torch.equal(found.key, near.float()) and torch.equal(found.value, near.float())
 
 
 def test_many_queries_of_few_keys():

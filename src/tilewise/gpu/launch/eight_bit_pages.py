@@ -107,11 +107,14 @@ def _write(
     source, stride_row, stride_head, scale, target, first, page_size, heads, is_page, otherwise,
     DIM: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
-    """Rows of a page, from `first` on, of all heads; `otherwise` where that is none."""
-    row = first + tl.arange(0, ROWS)[:, None, None]
+    """Rows of a page, from `first` on, of all heads; `otherwise` where that is none.
+
+    A page may be a whole sequence: every product in 64 bits.
+    """
+    row = (first + tl.arange(0, ROWS)[:, None, None]).to(tl.int64)
     column = tl.arange(0, WIDTH)[None, None, :]
     for block in range(0, heads, HEADS):
-        head = block + tl.arange(0, HEADS)[None, :, None]
+        head = (block + tl.arange(0, HEADS)[None, :, None]).to(tl.int64)
         mask = (row < page_size) & (head < heads) & (column < DIM)
         place = row * stride_row + head * stride_head + column
         bits = tl.load(source + place, mask=mask, other=0).to(tl.int32)
