@@ -181,6 +181,30 @@ def test_reverse_over_forward_mode(case):
     assert all(t.any() for t in expected[0])
 
 
+def test_gradients_of_captured_tensors_that_have_tangents():
+    """Of what is not linear in out: the gradient of out by such a tensor is then a part of it."""
+    q, k, v = small()
+    leaves = torch.rand(2, dtype=torch.float64), torch.rand(5, dtype=torch.float64)
+    along = torch.randn_like(leaves[0])
+
+    def by_forward(attend, slopes, shift):
+        def f(slopes):
+            out = attend(
+                q, k, v, causal=True, alibi_slopes=slopes, score_mod=lambda s, b, h, i, j: s * shift[j]
+            )
+            return out.square().sum()
+
+        return torch.func.jvp(f, (slopes,), (along,))[1]
+
+    def formula(*inputs, **options):
+        return reference.attention(*inputs, **options)[0]
+
+    found, expected = (
+        torch.func.grad(by_forward, (1, 2))(attend, *leaves) for attend in (tilewise.attention, formula)
+    )
+    torch.testing.assert_close(found, expected)
+
+
 @pytest.mark.parametrize("options", [{}, {"mask_mod": lambda b, h, i, j: i >= j}], ids=["full", "mask_mod"])
 def test_a_derivative_that_is_missing_is_not_zero(options):
     q, k, v = torch.randn(3, 1, 4, 1, 2, dtype=torch.float64)
@@ -340,6 +364,10 @@ def test_forward_mode_of_alibi_slopes(packed):
         return tilewise.attention(q, k, v, softcap=2.0, alibi_slopes=slopes)
 
     torch.testing.assert_close(torch.func.jacfwd(f, 1)(q, slopes), torch.func.jacrev(f, 1)(q, slopes))
+    stacked = torch.stack([slopes, 2 * slopes])
+    found = torch.func.jvp(lambda q: torch.func.vmap(lambda s: f(q, s))(stacked), (q,), (k,))[1]
+    for n in range(2):
+        torch.testing.assert_close(found[n], torch.func.jvp(lambda q: f(q, stacked[n]), (q,), (k,))[1])  # noqa: B023
     leaves = q.requires_grad_(), slopes.requires_grad_()
     assert torch.autograd.gradcheck(f, leaves, check_forward_ad=True)
 

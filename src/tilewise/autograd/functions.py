@@ -18,7 +18,13 @@ from torch.compiler import is_compiling
 
 from tilewise.autograd import operators
 from tilewise.autograd.operators import NUM_INPUTS
-from tilewise.autograd.second_order import AttentionBackward, AttentionJvp, directions, place
+from tilewise.autograd.second_order import (
+    AttentionBackward,
+    AttentionJvp,
+    directions,
+    place,
+    with_captured,
+)
 from tilewise.autograd.vmap import fold_or_loop
 from tilewise.core.checks import LEARNED_SLOPES, check_inputs
 from tilewise.core.plan import Results
@@ -315,6 +321,9 @@ class Attention(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
         save(ctx, inputs, output)
         ctx.save_for_forward(*ctx.to_save)
+        floats = Inputs(*inputs[:NUM_INPUTS]).captured_floats
+        if floats is not None and floats.requires_grad:  # of an outer transform, which the trace has not seen
+            ctx.scalars = with_captured(ctx.scalars)
 
     @staticmethod
     def backward(  # type: ignore[override]

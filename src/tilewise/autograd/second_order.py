@@ -39,6 +39,13 @@ def place(inputs: Inputs, grads: Sequence[Tensor | None], has_bias: bool) -> Inp
     return Inputs(q, k, v, bias=bias, sinks=sinks, captured_floats=captured)  # type: ignore[arg-type]
 
 
+def with_captured(scalars: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Options and backend of a call with functions, all of whose captured floats get a gradient."""
+    options = Options(*scalars[:-1])
+    assert options.functions is not None
+    return (*options._replace(functions=decode(options.functions).with_gradients().text), scalars[-1])
+
+
 def save_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     ctx.save_for_backward(*inputs[: 5 + NUM_INPUTS])
     *ctx.scalars, ctx.bias_needs_grad = inputs[5 + NUM_INPUTS :]
@@ -146,11 +153,10 @@ def _backward_as_wanted(
     arguments: tuple[Tensor | None, ...], scalars: tuple[Any, ...], inputs: Inputs, tangents: Gradients
 ) -> list[Tensor | None]:
     """The backward's gradients of all that has a tangent, whether or not it requires a gradient itself."""
-    options = Options(*scalars[:-1])
-    if options.functions is not None and tangents.captured_floats is not None:
-        options = options._replace(functions=decode(options.functions).with_gradients().text)
+    if tangents.captured_floats is not None:
+        scalars = with_captured(scalars)
     has_bias = tangents.bias is not None
-    grads = AttentionBackward.apply(*arguments, *options, scalars[-1], has_bias)
+    grads = AttentionBackward.apply(*arguments, *scalars, has_bias)
     found = present(inputs, grads, has_bias)
     return [None if tangent is None else grad for tangent, grad in zip(tangents, found)]
 

@@ -66,7 +66,12 @@ def is_learned(alibi_slopes: Any) -> bool:
         return False
     if alibi_slopes.requires_grad and torch.is_grad_enabled():
         return True
-    return not torch.compiler.is_compiling() and unpack_dual(alibi_slopes).tangent is not None
+    if torch.compiler.is_compiling():
+        return False
+    try:
+        return unpack_dual(alibi_slopes).tangent is not None
+    except RuntimeError:  # vmap inside of forward mode has no rule for it: perhaps
+        return True
 
 
 @between_graphs
