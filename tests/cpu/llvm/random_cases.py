@@ -137,6 +137,9 @@ def draw_decoding(seed: int) -> Case:
         inputs = inputs._replace(alibi_slopes=slopes)
     if has_sinks:
         inputs = inputs._replace(sinks=torch.randn(heads).to(dtype))
+    pages = inputs.page_table
+    capacity = seqlen_k if pages is None else pages.shape[1] * inputs.key.shape[1]
+    inputs = _with_mask_or_bias(seed, inputs, (batch, heads, seqlen_q, capacity))
     options = Options(
         causal=rng.random() < 0.6,
         window_left=rng.choice((None, None, None, 0, 5, 40, 200)),
@@ -147,6 +150,19 @@ def draw_decoding(seed: int) -> Case:
     dout = _tensor(rng, (batch, seqlen_q, heads, dim_v), dtype)
     dlse_dtype = torch.float64 if dtype == torch.float64 else torch.float32
     return Case(seed, inputs, options, dout, torch.randn((batch, heads, seqlen_q), dtype=dlse_dtype))
+
+
+def _with_mask_or_bias(seed: int, inputs: Inputs, full: tuple[int, ...]) -> Inputs:
+    """Sometimes."""
+    kernel_rng, rng = random.Random(f"options {seed // 10}"), random.Random(f"options {seed}")
+    if kernel_rng.random() < 0.3:
+        is_shown = torch.rand(_broadcast(rng, full)) < rng.choice((0.2, 0.8))
+        is_shown[..., : rng.randint(0, full[-1])] = False  # whole blocks, where no dimension is shared
+        inputs = inputs._replace(mask=is_shown)
+    if kernel_rng.random() < 0.3:
+        bias = torch.randn(_broadcast(rng, full)).to(kernel_rng.choice((inputs.query.dtype, *DTYPES)))
+        inputs = inputs._replace(bias=bias)
+    return inputs
 
 
 def draw_mixed(seed: int) -> Case:
@@ -277,11 +293,13 @@ def check(case: Case) -> list[str]:
     if reason is not None:
         return [] if "gradient of a bias" in reason and problem.bias_needs_grad else [f"refused: {reason}"]
     inputs = inputs._replace(bias=None if inputs.bias is None else inputs.bias.detach())
-    out, lse, residual = llvm.results(problem, inputs)
+    out, lse = llvm.forward(problem, inputs)
     exact, baseline = expected(case, torch.float64), expected(case, inputs.query.dtype)
     reports = [_compare("out", out, exact[0], baseline[0]), _compare("lse", lse, exact[1], baseline[1])]
     if not problem.is_paged:
         names = ["query", "key", "value"] + ["bias"] * problem.bias_needs_grad + ["sinks"] * problem.has_sinks
+        # a backward's forward may have another kernel
+        out, lse, residual = llvm.results(replace(problem, needs_grad=True), inputs)
         grads = llvm.backward(problem, inputs, out, lse, case.dout, case.dlse, residual)
         triples = [tuple(getattr(g, name) for g in (grads, exact[2], baseline[2])) for name in names]
         gradients = [_compare(f"d{name}", *triple) for name, triple in zip(names, triples)]

@@ -29,19 +29,25 @@ BF16_TOO_SHORT = 16  # queries and keys: a backward of so few takes 0.4 to 0.8 o
 
 def is_decoding(problem: AttentionProblem, is_backward: bool = False) -> bool:
     """Few queries that share each key: the head dimension then fills the lanes better than they do."""
-    if problem.is_packed or problem.mask_shape or problem.bias_shape or problem.dropout_p > 0:
+    if problem.is_packed or problem.dropout_p > 0:
         return False
-    if problem.functions is not None and (is_backward or problem.needs_grad):
+    if _has_score_options(problem) and (is_backward or problem.needs_grad):
         return False  # a backward has tiles, and its scores are to be the forward's to the last bit
     most = 12 if problem.seqlen_k < 512 else 16
     return problem.seqlen_q <= most and 0 < problem.seqlen_q * problem.group_size <= DECODE_ROWS
+
+
+def _has_score_options(problem: AttentionProblem) -> bool:
+    """Whether functions, a mask or a bias have a say in each score."""
+    options = problem.functions, problem.mask_shape, problem.bias_shape
+    return any(option is not None for option in options)
 
 
 def decode_config(problem: AttentionProblem, inputs: Inputs, may_cut: bool = True) -> Config:
     rows = problem.seqlen_q * problem.group_size
     rows = rows if rows < 3 else -(-rows // 4) * 4
     has_tiles = current_target().isa == "amx" and has_bf16_products(problem)
-    terms = int(may_cut and has_tiles and problem.functions is None)
+    terms = int(may_cut and has_tiles and not _has_score_options(problem))
     return replace(_config(problem, inputs, 1, terms), rows=rows)
 
 

@@ -5,10 +5,10 @@ all heads that share a key head (the rows) read each key once. A work item is on
 key head or for several whose keys lie side by side (`splits.py`):
 
     for each block of keys, and each head of the item:                          k, v where they lie
-        a mask function is looked at first: a block that it hides is not read
+        mask and mask function are looked at first: a block that they hide is not read
         for each few keys:  s = k q of all rows                                 [rows, BLOCK_K]
         for each row:
-            s     with softcap, ALiBi, functions, visibility
+            s     with softcap, bias, ALiBi, functions, visibility
             m_new = max(m, max(s));  c = exp(m - m_new);  p = exp(s - m_new)
             l     = c l + sum(p)
         for each few columns:  acc = c acc + p v of all rows                    [rows, head_dim_v]
@@ -56,6 +56,7 @@ from tilewise.cpu.kernels.common.tiles import (
     added,
     lane_chunks,
     load_rows,
+    load_score_row,
     round_up,
 )
 
@@ -85,11 +86,21 @@ class DecodeKernel(SplitKernel):
         self.m_rows = self.rows  # all lanes of m are alike
         m = l = (self.rows, lanes)
         self.functions = KernelFunctions(shape, scratch, lane="j") if self.config.functions else None
-        has_mask = self.functions is not None and self.functions.mask is not None
-        self.seen = (
-            scratch.rows(self.rows, self.block_k) if has_mask else None
-        )  # 1 where functions show a key
+        options = {"mask": self.config.has_mask, "bias": bool(self.config.bias_kind)}
+        self.options = {name: scratch.rows(1, self.block_k) for name, used in options.items() if used}
+        has_function = self.functions is not None and self.functions.mask is not None
+        hides = has_function or self.config.has_mask
+        self.seen = scratch.rows(self.rows, self.block_k) if hides else None  # 1 where these show a key
         return [(self.row_groups, shape.pad * self.group), (self.rows, shape.pad_v), m, l]
+
+    def load_option(self, name: str, head: Head, i: Value, block: Block) -> Rows | None:
+        """The block's part of query i's row of mask or bias; None without."""
+        if name not in self.options:
+            return None
+        kind = "bool" if name == "mask" else self.config.bias_kind
+        row, step = head.score_row(name, kind, i, block.j0), getattr(self.args, f"{name}_j")
+        load_score_row(self.shape, self.options[name], row, step, block.n)
+        return self.options[name]
 
     def size_tiles(self) -> None:
         """How many rows, keys and columns are handled at once."""
@@ -126,17 +137,22 @@ class DecodeKernel(SplitKernel):
         self.add_values(head, block)
 
     def look(self, head: Head, block: Block, seen: Rows) -> Value:
-        """Which keys of a block the mask function shows to each row; whether it shows any to some row."""
-        assert self.functions is not None
-        lanes = self.shape.lanes
+        """Which keys of a block mask and mask function show to each row; whether they show any at all."""
+        lanes, function = self.shape.lanes, None
         any_seen = Var(self.shape.constant(0.0))
         for r in loop(0, head.seqlen_q * self.args.group):
             own, i = self.query_head(head, r), r % head.seqlen_q
             k0, k1 = (int32(k, lanes) for k in own.key_range(i, i + 1))
-            function = RowFunctions(self.functions, self.shape, own, i)
+            mask = self.load_option("mask", own, i, block)
+            if self.functions is not None and self.functions.mask is not None:
+                function = RowFunctions(self.functions, self.shape, own, i)
             for j in loop(0, round_up(block.n, lanes), lanes):
                 key = count_from(block.j0 + j, lanes)
-                visible = function.visible(key, (key >= k0) & (key < k1))
+                visible = (key >= k0) & (key < k1)
+                if mask is not None:
+                    visible = visible & (mask[0, j].load(lanes) > 0.0)
+                if function is not None:
+                    visible = function.visible(key, visible)
                 ones = select(visible, self.shape.constant(1.0), 0.0)
                 seen[r, j].store(ones)
                 any_seen.set(maximum(any_seen, ones))
@@ -261,13 +277,14 @@ class DecodeKernel(SplitKernel):
         """The options, and -inf where not visible, for a row of products; the running maximum in lanes."""
         lanes, i = self.shape.lanes, r % head.seqlen_q
         k0, k1 = (int32(k, lanes) for k in head.key_range(i, i + 1))
-        largest, function = Var(m), None
+        largest, function, bias = Var(m), None, self.load_option("bias", head, i, block)
         if self.functions is not None and self.functions.score is not None:
             function = RowFunctions(self.functions, self.shape, head, i)
         for j in loop(0, round_up(block.n, lanes), lanes):
             key = count_from(block.j0 + j, lanes)
             distance = key - int32(i + head.offset)
-            s, _ = self.with_options(self.p[r, j].load(lanes), distance, self.slope_of(head))
+            added = None if bias is None else bias[0, j].load(lanes)
+            s, _ = self.with_options(self.p[r, j].load(lanes), distance, self.slope_of(head), added)
             is_visible = (key >= k0) & (key < k1)
             if self.seen is not None:
                 is_visible = is_visible & (self.seen[r, j].load(lanes) > 0.0)

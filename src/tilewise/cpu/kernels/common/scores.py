@@ -27,7 +27,16 @@ from tilewise.cpu.dsl.vector import (
 )
 from tilewise.cpu.kernels.common.functions import KernelFunctions
 from tilewise.cpu.kernels.common.sums import add_row
-from tilewise.cpu.kernels.common.tiles import INF, Grid, Head, Scratch, Shape, round_up, transpose_rows
+from tilewise.cpu.kernels.common.tiles import (
+    INF,
+    Grid,
+    Head,
+    Scratch,
+    Shape,
+    load_score_row,
+    round_up,
+    transpose_rows,
+)
 
 BYTES_AT_ONCE = 32  # of a mask
 
@@ -62,15 +71,12 @@ class Scores:
         for name, area in self.areas.items():
             kind = "bool" if name == "mask" else self.config.bias_kind
             step = getattr(head.args, f"{name}_j")  # 1, or 0 where all keys have the same number
-            last, vectors_end = head.seqlen_q - 1 - q0, (n & -lanes) * step
+            last = head.seqlen_q - 1 - q0
             for i in loop(0, shape.block_q):
                 row = head.score_row(name, kind, q0 + minimum(i, last), j0)
                 ahead = row[step * shape.block_k]  # asked for, as rows lie far apart: nothing else does
                 prefetch_row(ahead, shape.block_k)
-                for j in loop(0, vectors_end, lanes):
-                    rows[i, j].store(as_kind(row[j].load(lanes), shape.kind))
-                for j in loop(vectors_end, n):
-                    rows[i, j].store(as_kind(row[j * step].load(), shape.kind))
+                load_score_row(shape, rows.at(i, 0), row, step, n)
             transpose_rows(shape, area, rows, shape.block_q, round_up(n, lanes))
 
     def add_gradient(self, head: Head, ds_t: Rows, q0: Value, j0: Value, begin: Scalar, end: Value) -> None:

@@ -144,13 +144,17 @@ class SplitKernel:
     def slope_of(self, head: Head) -> Value | None:
         return splat(head.negative_slope(), self.shape.lanes) if self.config.has_alibi else None
 
-    def with_options(self, s: Value, distance: Value, slope: Value | None) -> tuple[Value, Value | None]:
+    def with_options(
+        self, s: Value, distance: Value, slope: Value | None, bias: Value | None = None
+    ) -> tuple[Value, Value | None]:
         """Scores from products q k, so far apart, with ALiBi's slope; the softcap's derivative."""
         shape, config, args = self.shape, self.config, self.args
         derivative = None
         if config.has_softcap:
             s, derivative = tanh(s, shape.exp_degree)
             s = s * args.vector("softcap", shape)
+        if bias is not None:
+            s = s + bias
         if config.has_alibi:
             assert slope is not None
             s = fma(absolute(as_kind(distance, shape.kind)), slope, s)

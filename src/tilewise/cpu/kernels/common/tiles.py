@@ -172,6 +172,15 @@ def load_rows(
             dst[r, c].store(number(0, "i16", width) if is_raw else number(0.0, shape.kind, width))
 
 
+def load_score_row(shape: Shape, dst: Rows, row: Ptr, step: Value, n: Value) -> None:
+    """dst[0, :n] = a row of a mask or a bias; `step`: 1, or 0 where all keys have the same number."""
+    vectors_end = (n & -shape.lanes) * step
+    for j in loop(0, vectors_end, shape.lanes):
+        dst[0, j].store(as_kind(row[j].load(shape.lanes), shape.kind))
+    for j in loop(vectors_end, n):
+        dst[0, j].store(as_kind(row[j * step].load(), shape.kind))
+
+
 def store_rows(shape: Shape, target: Callable[[Value], Any], src: Rows, n: Scalar, dim: int) -> None:
     """target(r)[:dim] = src[r] for r < n, rounded to the stored type."""
     for r in loop(0, n):
