@@ -166,6 +166,15 @@ def test_masks_and_biases_leave_few_queries_their_kernels(option):
     assert configs.is_decoding(problem) and not configs.is_decoding(replace(problem, needs_grad=True))
 
 
+@pytest.mark.parametrize(("queries", "heads", "rows"), [(1, 71, 24), (5, 8, 20), (8, 16, 32), (4, 8, 32)])
+def test_rows_of_many_heads_are_decoded_in_parts(queries, heads, rows):
+    """In tiles of queries one query of 48 heads that share a key head took 14 times as long."""
+    inputs = qkv(1, queries, 300, heads, 1, 64)
+    problem = describe(inputs, Options())
+    assert configs.is_decoding(problem) and configs.decode_config(problem, inputs).rows == rows
+    assert configs.is_decoding(replace(problem, needs_grad=True)) == (queries * heads <= configs.DECODE_ROWS)
+
+
 @pytest.mark.parametrize("seed", [990182, 990187])
 def test_scores_of_wide_heads_are_short_sums(seed):
     """Few queries of head size 256: over the budget with lanes that sum 64 products in one chain."""

@@ -29,7 +29,7 @@ INTEGERS = (
     "items", "chunks", "tiles", "num_heads", "num_kv_heads", "group", "left", "right", "span_stride",
     "own_heads", "shared_heads", "sharing", "owners", "sum_tiles",
     "lse_b", "lse_h", "slopes_b",
-    "score_k0", "page_b", "scratch_bytes", "splits", "split_keys", "item_heads",
+    "score_k0", "page_b", "scratch_bytes", "splits", "split_keys", "item_heads", "parts", "part_heads",
     "seed", "threshold", "drop_q", "drop_k", "drop_head", "drop_heads",  # of dropout
     "last_rows", "visited_rows", "column_p", "column_b", "column_h",  # of statistics
     "block_size", "block_parts", "block_p", "block_b", "block_h", "block_i",

@@ -82,6 +82,8 @@ class CallPlan:
             num_heads=problem.num_heads,
             num_kv_heads=problem.num_kv_heads,
             group=problem.group_size,
+            parts=1,
+            part_heads=problem.group_size,
             left=UNBOUNDED if visibility.left is None else min(visibility.left, UNBOUNDED),
             right=UNBOUNDED if visibility.right is None else min(visibility.right, UNBOUNDED),
             spans=ctypes.addressof(self.dense_span),
@@ -101,9 +103,9 @@ class CallPlan:
         strides = (0, *strides) if len(strides) == 3 else strides
         self.template.update(**axes(name, "bnh", strides))
 
-    def item_heads(self, items: int) -> int:
+    def item_heads(self, items: int, parts: int = 1) -> int:
         """Key heads whose rows lie side by side are read together, as far as that leaves work for all."""
-        most = self.kernel.facts["item_heads"] if self.are_heads_adjacent else 1
+        most = self.kernel.facts["item_heads"] // parts if self.are_heads_adjacent else 1
         if self.wanted_threads > 1:
             most = min(most, items // (4 * self.wanted_threads))
         return max((c for c in range(1, most + 1) if self.problem.num_kv_heads % c == 0), default=1)

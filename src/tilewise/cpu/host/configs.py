@@ -23,7 +23,8 @@ CUT = {torch.float32: 3, torch.float16: 2}  # terms of bfloat16, for products in
 # the backward's weights add up to 1 only if its scores are the forward's to the last bit.
 CUT_FEWEST = {torch.float32: (209, 128, 24), torch.float16: (32, 32, 1)}
 FEW_HEADS, FEW_HEADS_QUERIES = 4, 2  # fewer want twice as many queries: many threads would cut the same keys
-DECODE_ROWS = 32  # at most: queries times the heads that share a key head
+DECODE_ROWS = 32  # at most: queries times the heads that share a key head; of each part of a forward's
+MOST_PARTS, PART_QUERIES = 8, 8  # of a forward in parts
 BF16_TOO_SHORT = 16  # queries and keys: a backward of so few takes 0.4 to 0.8 of the time without
 
 
@@ -33,8 +34,16 @@ def is_decoding(problem: AttentionProblem, is_backward: bool = False) -> bool:
         return False
     if _has_score_options(problem) and (is_backward or problem.needs_grad):
         return False  # a backward has tiles, and its scores are to be the forward's to the last bit
-    most = 12 if problem.seqlen_k < 512 else 16
-    return problem.seqlen_q <= most and 0 < problem.seqlen_q * problem.group_size <= DECODE_ROWS
+    most, rows = 12 if problem.seqlen_k < 512 else 16, problem.seqlen_q * problem.group_size
+    if rows > DECODE_ROWS and not (is_backward or problem.needs_grad):  # in parts
+        return problem.seqlen_q <= PART_QUERIES and rows <= MOST_PARTS * DECODE_ROWS // 2
+    return problem.seqlen_q <= most and 0 < rows <= DECODE_ROWS
+
+
+def heads_of_part(problem: AttentionProblem) -> int:
+    """Query heads whose rows a decoding kernel takes at once: of parts as alike as can be."""
+    group, most = problem.group_size, max(1, DECODE_ROWS // max(1, problem.seqlen_q))
+    return max(1, -(-group // max(1, -(-group // most))))
 
 
 def _has_score_options(problem: AttentionProblem) -> bool:
@@ -44,7 +53,7 @@ def _has_score_options(problem: AttentionProblem) -> bool:
 
 
 def decode_config(problem: AttentionProblem, inputs: Inputs, may_cut: bool = True) -> Config:
-    rows = problem.seqlen_q * problem.group_size
+    rows = problem.seqlen_q * heads_of_part(problem)
     rows = rows if rows < 3 else -(-rows // 4) * 4
     has_tiles = current_target().isa == "amx" and has_bf16_products(problem)
     terms = int(may_cut and has_tiles and not _has_score_options(problem))

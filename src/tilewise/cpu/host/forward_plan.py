@@ -7,7 +7,7 @@ from tilewise.core.signature import Signature
 from tilewise.cpu.host.arguments import BLOCK_K
 from tilewise.cpu.host.call_plan import Division, OutputPlan
 from tilewise.cpu.host.compile import current_target, load
-from tilewise.cpu.host.configs import decode_config, forward_config
+from tilewise.cpu.host.configs import decode_config, forward_config, heads_of_part
 
 DECODE_KEYS, DECODE_ITEMS = 512, 64  # a split has at least so many keys; so many work items are enough
 
@@ -43,17 +43,21 @@ class DecodePlan(OutputPlan):
 
     def __init__(self, problem: AttentionProblem, signature: Signature, may_cut: bool = True) -> None:
         super().__init__(problem, signature)
-        config = decode_config(problem, self.given, may_cut)
+        config, part_heads = decode_config(problem, self.given, may_cut), heads_of_part(problem)
+        parts = max(1, -(-problem.group_size // part_heads))
         self.kernel = load("decode", config)
         heads = problem.batch * problem.num_kv_heads
         splits = max(1, min(DECODE_ITEMS // max(1, heads), problem.seqlen_k // DECODE_KEYS))
         split_keys = -(-problem.seqlen_k // splits // BLOCK_K) * BLOCK_K
         splits = max(1, -(-problem.seqlen_k // max(1, split_keys)))
-        item_heads = self.item_heads(heads * splits)
-        partial_bytes = heads * splits * config.rows * self.kernel.facts["partial_bytes"]
+        item_heads = self.item_heads(heads * splits, parts)
+        partial_bytes = heads * parts * splits * config.rows * self.kernel.facts["partial_bytes"]
         tickets = 8 * heads  # splits that are done of each group of heads: counted where there is one, too
         self.ticket_bytes = tickets if splits > 1 else 0  # that have to be 0 before
-        words = {"splits": splits, "split_keys": split_keys, "item_heads": item_heads}
+        words = {
+            "splits": splits, "split_keys": split_keys, "item_heads": item_heads * parts, "parts": parts,
+            "part_heads": part_heads,
+        }  # fmt: skip
         items, thread_bytes = heads * splits // item_heads, self.kernel.facts["scratch_bytes"]
         behind = partial_bytes, tickets, self.lse_bytes
         self.division = self.divided(items, thread_bytes, words, *behind)

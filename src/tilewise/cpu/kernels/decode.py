@@ -120,9 +120,9 @@ class DecodeKernel(SplitKernel):
         self.tile = min(4, self.rows)
         self.vectors = min(8, sums // self.tile)
 
-    def visit_blocks(self, batch: Value, kv_head: Value, begin: Value, end: Value) -> None:
+    def visit_blocks(self, batch: Value, part: Value, begin: Value, end: Value) -> None:
         for j0 in loop(begin, end, self.block_k):
-            for h, head in self.each_head(batch, kv_head):
+            for h, head in self.each_head(batch, part):
                 block = Block(j0, minimum(end - j0, self.block_k), end, h)
                 if self.seen is None:
                     self.visit(head, block)
@@ -132,7 +132,7 @@ class DecodeKernel(SplitKernel):
 
     def visit(self, head: Head, block: Block) -> None:
         self.score(head, block)
-        for r in loop(0, head.seqlen_q * self.args.group):
+        for r in loop(0, self.rows_of(head)):
             self.weigh_row(self.query_head(head, r), r, block)
         self.add_values(head, block)
 
@@ -140,7 +140,7 @@ class DecodeKernel(SplitKernel):
         """Which keys of a block mask and mask function show to each row; whether they show any at all."""
         lanes, function = self.shape.lanes, None
         any_seen = Var(self.shape.constant(0.0))
-        for r in loop(0, head.seqlen_q * self.args.group):
+        for r in loop(0, self.rows_of(head)):
             own, i = self.query_head(head, r), r % head.seqlen_q
             k0, k1 = (int32(k, lanes) for k in own.key_range(i, i + 1))
             mask = self.load_option("mask", own, i, block)
@@ -191,12 +191,13 @@ class DecodeKernel(SplitKernel):
     def sources(self, head: Head, name: str, block: Block) -> tuple[Callable, Callable]:
         """Rows of k or v of the block as a function of j; the row to ask for while row j is used.
 
-        That one belongs to the item's next head, or to its first head and the next block.
+        That one belongs to the item's next part, or to its first head and the next block.
         """
         args, row = self.args, head.key_rows(name, block.j0)
         step = getattr(args, f"{name}_h")
         is_last = (block.head + 1).equals(args.item_heads)
-        to_head = select(is_last, step * (1 - args.item_heads), step)
+        next_head = (head.head + args.part_heads) // args.group - head.kv_head  # 0 for more parts of this one
+        to_head = step * select(is_last, 1 - args.item_heads // args.parts, next_head)
         if self.config.page_size:
             from_start = head.key_rows(name, 0)
             j1 = block.j0 + select(is_last, as_int(self.block_k), 0)

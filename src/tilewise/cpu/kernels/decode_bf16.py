@@ -112,7 +112,7 @@ class AmxDecodeKernel(SplitKernel):
             if self.config.has_alibi:
                 self.slope[0, r].store(self.query_head(head, minimum(r, rows - 1)).negative_slope())
 
-    def visit_blocks(self, batch: Value, kv_head: Value, begin: Value, end: Value) -> None:
+    def visit_blocks(self, batch: Value, part: Value, begin: Value, end: Value) -> None:
         """Block by block, head by head. The next scores come between the softmax and the products with v."""
         heads = self.args.item_heads
         steps = (maximum(end - begin, 0) + (self.block_k - 1)) // self.block_k * heads
@@ -121,7 +121,7 @@ class AmxDecodeKernel(SplitKernel):
             j0, h = begin + step // heads * self.block_k, step % heads
             self.select_head(h)
             self.s_t = [area.at((step & 1) * self.block_k, 0) for area in self.scores]
-            head = Head(self.shape, self.args, batch, (kv_head + h) * self.args.group)
+            head = self.head_of_part(batch, part + h)
             return head, Block(j0, minimum(end - j0, self.block_k), end, h)
 
         for step in loop(-1, steps):

@@ -1,7 +1,8 @@
 """Work items that are splits of the keys, and how their results become one: what decoding kernels share.
 
 A work item is one split of the keys, for one key head or for several whose keys lie side by side; the rows of
-a key head are the queries of all heads that share it. An item keeps acc, m and l of its heads, and
+a key head are the queries of all heads that share it. Many rows are cut into parts, some heads each, which
+count as key heads of an item: they read a block of keys one after the other. An item keeps acc, m and l, and
 
     partial (m, l, acc) -> memory; the item that finishes last merges the splits, in their order
 
@@ -83,7 +84,7 @@ class SplitKernel:
         """q of all rows."""
         raise NotImplementedError
 
-    def visit_blocks(self, batch: Value, kv_head: Value, begin: Value, end: Value) -> None:
+    def visit_blocks(self, batch: Value, part: Value, begin: Value, end: Value) -> None:
         """acc, m and l of all heads of an item, from the keys [begin, end)."""
         raise NotImplementedError
 
@@ -99,29 +100,40 @@ class SplitKernel:
         args = self.args
         for item in claim(args.counter, args.items):
             heads, first, split = args.item_heads, item // args.splits, item % args.splits
-            batch, kv_head = first * heads // args.num_kv_heads, first * heads % args.num_kv_heads
-            for _, head in self.each_head(batch, kv_head):
-                self.start(head, head.seqlen_q * args.group)
-            head = Head(self.shape, args, batch, kv_head * args.group)
-            rows = head.seqlen_q * args.group
+            count = args.num_kv_heads * args.parts
+            batch, part = first * heads // count, first * heads % count
+            for _, head in self.each_head(batch, part):
+                self.start(head, self.rows_of(head))
+            head = self.head_of_part(batch, part)
             k0, k1 = head.key_range(0, head.seqlen_q)
             begin = maximum(k0 & -BLOCK_K, split * args.split_keys)
             end = minimum(k1, (split + 1) * args.split_keys)
-            self.visit_blocks(batch, kv_head, begin, end)
-            for h, _ in self.each_head(batch, kv_head):
-                self.store_partial(item * heads + h, rows)
+            self.visit_blocks(batch, part, begin, end)
+            for h, head in self.each_head(batch, part):
+                self.store_partial(item * heads + h, self.rows_of(head))
             ticket = args.ptr("ticket", "i64")[first]
             is_last = ticket.fetch_add(1, "acq_rel").equals(args.splits - 1)
             with when(args.splits.equals(1) | is_last):  # the ticket of a single split may hold anything
-                for h, head in self.each_head(batch, kv_head):
-                    for r in loop(0, rows):
+                for h, head in self.each_head(batch, part):
+                    for r in loop(0, self.rows_of(head)):
                         self.merge(self.query_head(head, r), r, first * args.splits * heads + h)
 
-    def each_head(self, batch: Value, kv_head: Value) -> Iterator[tuple[Value, Head]]:
-        """The key heads of an item that starts with `kv_head`; its state is at hand while one is handled."""
+    def each_head(self, batch: Value, part: Value) -> Iterator[tuple[Value, Head]]:
+        """The first heads of the parts of an item, from `part` on; a part's state is at hand meanwhile."""
         for h in loop(0, self.args.item_heads):
             self.select_head(h)
-            yield h, Head(self.shape, self.args, batch, (kv_head + h) * self.args.group)
+            yield h, self.head_of_part(batch, part + h)
+
+    def head_of_part(self, batch: Value, part: Value) -> Head:
+        """The first head of a part of a key head's rows."""
+        args = self.args
+        first = part // args.parts * args.group + part % args.parts * args.part_heads
+        return Head(self.shape, args, batch, first)
+
+    def rows_of(self, head: Head) -> Value:
+        """Rows of the part that starts with a head: the last one may have fewer."""
+        left = self.args.group - head.head % self.args.group
+        return head.seqlen_q * minimum(self.args.part_heads, left)
 
     def query_head(self, head: Head, r: Value) -> Head:
         """The query head of row r; its query is r % seqlen_q."""
