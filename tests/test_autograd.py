@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, library
 from torch.autograd import gradcheck, gradgradcheck
-from torch.autograd.forward_ad import dual_level, make_dual
+from torch.autograd.forward_ad import dual_level, make_dual, unpack_dual
 from torch.utils.checkpoint import checkpoint
 
 import tilewise
@@ -569,3 +569,49 @@ def test_a_backend_without_a_gradient_of_lse_refuses_it():
     torch.autograd.grad(out.sum(), (q, k, v), retain_graph=True)
     with pytest.raises(NotImplementedError, match="'aten' has no lse gradient; 'llvm' or"):
         torch.autograd.grad(out.sum() + lse.sum(), (q, k, v))
+
+
+FORWARD = {
+    "jvp": lambda f, x, dot: torch.func.jvp(f, (x,), (dot,))[1],
+    "dual": lambda f, x, dot: along_dual(f, x, dot),
+    "hessian": lambda f, x, _: torch.func.hessian(lambda x: f(x).square().sum())(x),
+    "vmap_jvp": lambda f, x, dot: torch.func.vmap(lambda dot: torch.func.jvp(f, (x,), (dot,))[1])(dot[None]),
+    "vmap_grad": lambda f, x, _: torch.func.vmap(torch.func.grad(lambda x: f(x).square().sum()))(x[None]),
+}
+
+
+def along_dual(f, x, dot):
+    with dual_level():
+        return unpack_dual(f(make_dual(x, dot))).tangent
+
+
+@pytest.mark.parametrize("is_inside", [True, False], ids=["inside", "outside"])
+@pytest.mark.parametrize("which", FORWARD)
+def test_derivatives_and_compiled_code(which, is_inside):
+    """Operators have no forward mode: compiled code has to leave the call to what has."""
+    q, k, v = small()
+
+    def f(q):
+        return tilewise.attention(q, k, v, causal=True)
+
+    expected = FORWARD[which](f, q, v)
+    torch.compiler.reset()
+    compiled = torch.compile(f, backend="aot_eager")
+    torch.testing.assert_close(compiled(q), f(q))  # which is not what a transform is to find
+    if is_inside:
+        found = torch.compile(lambda q, v: FORWARD[which](f, q, v), backend="aot_eager")(q, v)
+    else:
+        found = FORWARD[which](compiled, q, v)
+    torch.testing.assert_close(found, expected)
+    with pytest.raises(Exception, match=r"_by_function|functorch"):
+        torch.compile(lambda q, v: FORWARD[which](f, q, v), backend="aot_eager", fullgraph=True)(q, v)
+
+
+def test_slopes_are_learned_by_a_transform_in_compiled_code():
+    q, k, v = small()
+
+    def gradient(slopes):
+        return torch.func.grad(lambda s: tilewise.attention(q, k, v, alibi_slopes=s).square().sum())(slopes)
+
+    slopes = torch.rand(2, dtype=torch.float64)
+    torch.testing.assert_close(torch.compile(gradient, backend="aot_eager")(slopes), gradient(slopes))

@@ -603,6 +603,15 @@ def test_watched_calls_are_refused():
     q = torch.randn(1, 20, 2, 8)
     with pytest.raises(NotImplementedError, match=r"torch\.func"):
         torch.func.grad(lambda q: tilewise.attention_statistics(q, q, Aux(entropy=True)).entropy.sum())(q)
+
+    def tangent(q):
+        return torch.func.jvp(
+            lambda q: tilewise.attention_statistics(q, q, Aux(entropy=True)).entropy, (q,), (q,)
+        )
+
+    for function in (tangent, torch.compile(tangent, backend="aot_eager")):
+        with pytest.raises(NotImplementedError, match=r"torch\.func"):
+            function(q)
     out, found = tilewise.attention(q.requires_grad_(), q, q, return_aux=Aux(entropy=True))
     for t in (out, found.entropy):
         with pytest.raises(NotImplementedError, match="takes no batched gradients"):

@@ -35,6 +35,7 @@ from tilewise.core.torch_private import (
     between_graphs,
     forward_level,
     is_batched,
+    is_differentiated,
     is_plain_eager,
     is_tracing,
     num_modes,
@@ -225,11 +226,18 @@ def _watched_attention(
     inputs: Inputs, options: Options, backend: str | None, request: Request
 ) -> tuple[Tensor, Tensor]:
     """By the operator, where something has to see it."""
-    if is_compiling():
+    if is_compiling() and not is_differentiated():
         saves = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs)
         return torch.ops.tilewise.attention(  # type: ignore[no-any-return]
             *inputs, *operators.scalars(options), request.order, saves, backend
         )[:2]
+    return _by_function(inputs, options, backend, request)
+
+
+@between_graphs  # as operators have neither forward mode nor derivatives inside of a transform
+def _by_function(
+    inputs: Inputs, options: Options, backend: str | None, request: Request
+) -> tuple[Tensor, Tensor]:
     check(inputs, options, backend)
     return Attention.apply(*inputs, *options, request.order, True, backend)[:2]  # type: ignore[no-any-return]
 

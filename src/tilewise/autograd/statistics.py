@@ -22,7 +22,14 @@ from tilewise.core.plan import Results, Watched
 from tilewise.core.problem import Gradients, Inputs, Options, describe, of_gradient
 from tilewise.core.signature import NoMemory, all_resolved, new_out, plain, resolved
 from tilewise.core.statistics import NOTHING, SCHEMA, Aux, Measured, Statistics, check_aux, new_measured
-from tilewise.core.torch_private import is_batched, is_fake, is_plain, own_dtypes, while_tracing
+from tilewise.core.torch_private import (
+    is_batched,
+    is_differentiated,
+    is_fake,
+    is_plain,
+    own_dtypes,
+    while_tracing,
+)
 from tilewise.core.values import check_values
 from tilewise.dispatch import plans, statistics as dispatch
 from tilewise.dispatch.plans import Entry
@@ -35,8 +42,8 @@ _NO_SECOND = (
     "tilewise.reference.attention_statistics"
 )
 _BREAKS = (
-    "return_aux breaks the graph if it is no tilewise.Aux, or asks for the shapes that only values tell, "
-    "block_sum or rows of packed sequences: fullgraph=False"
+    "return_aux breaks the graph if it is no tilewise.Aux, is differentiated by torch.func or forward mode, "
+    "or asks for the shapes that only values tell, block_sum or rows of packed sequences: fullgraph=False"
 )
 _NO_VALUES = (
     "block_sum and rows of packed sequences have shapes that values tell, which meta and fake tensors lack"
@@ -66,7 +73,7 @@ def attention(
     if not torch.compiler.is_compiling():
         return _attention(*call)
     # What is no Aux is refused between graphs: of an error in traced code later calls fail too.
-    if isinstance(aux, Aux) and _are_shapes_known(inputs, aux):
+    if isinstance(aux, Aux) and _are_shapes_known(inputs, aux) and not is_differentiated():
         return _by_operator(inputs, options, backend, aux)
     _disable()
     return _disabled(*call)  # type: ignore[no-any-return]

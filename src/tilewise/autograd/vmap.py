@@ -10,10 +10,12 @@ from torch import Tensor
 
 from tilewise.autograd.operators import NUM_INPUTS, NUM_OPTIONS
 from tilewise.core.problem import Inputs, Options
+from tilewise.core.torch_private import between_graphs
 
 _BATCHED_BY_FOLDING = {"query", "key", "value", "mask", "bias"}
 
 
+@between_graphs
 def fold_or_loop(
     function: Callable[..., tuple[Tensor, ...]],
     leading: int,
@@ -53,6 +55,7 @@ def _stack(t: Tensor | None, dim: int | None, size: int) -> Tensor | None:
     return t.movedim(dim, 0) if dim is not None else t.expand(size, *t.shape)
 
 
+@between_graphs
 def loop(function: Callable[..., tuple[Tensor, ...]], info: Any, in_dims: Any, arguments: Any) -> Any:
     """Run one by one and stack."""
     if info.batch_size == 0:

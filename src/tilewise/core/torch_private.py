@@ -50,15 +50,31 @@ except ImportError:
     not_compiled = torch.compiler.disable
 
 
+try:  # None but where the compiler looks at this thread's frames
+    frame_callback: Any = importlib.import_module("torch._C._dynamo.eval_frame").get_eval_frame_callback
+except (ImportError, AttributeError):
+    frame_callback = partial(int, 0)
+
+
 def between_graphs(function: Callable[P, Result]) -> Callable[P, Result]:
-    """The function, at whose calls compiled code breaks. Only there it imports the compiler."""
+    """The function, at whose calls compiled code breaks. Only there it imports the compiler.
+
+    Where a graph has broken, calls run as plain code, whose frames the compiler would take one by one.
+    """
     uncompiled = not_compiled(function)
 
     @wraps(function)
     def call(*arguments: P.args, **options: P.kwargs) -> Result:
-        return (uncompiled if is_compiling() else function)(*arguments, **options)
+        return (uncompiled if is_compiling() or frame_callback() else function)(*arguments, **options)
 
     return call
+
+
+def while_tracing(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Dynamo calls the function where it meets it. As `torch.compiler.assume_constant_result`, which imports
+    Dynamo and Triton."""
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
 
 
 PLAIN_TYPES = (Tensor, torch.nn.Parameter)
@@ -78,6 +94,34 @@ try:
 except (ImportError, AttributeError):
     are_transforms_active = num_modes = is_tracing = forward_level = partial(int, 1)  # as if all were on
     CAN_TELL = False
+
+
+try:
+    from torch._C._functorch import TransformType, get_interpreter_stack
+
+    @while_tracing
+    def _has_derivatives() -> bool:
+        """Whether a transform is on that takes derivatives."""
+        return any(t.key() != TransformType.Vmap for t in get_interpreter_stack() or ())
+
+except ImportError:  # PyTorch refuses those of reverse mode itself
+
+    @while_tracing
+    def _has_derivatives() -> bool:
+        """Whether forward mode is on."""
+        try:
+            forward_ad.make_dual(torch.zeros(()), torch.zeros(()))
+        except RuntimeError:
+            return False
+        return True
+
+
+def is_differentiated() -> bool:
+    """Whether forward mode is on, or a transform that takes derivatives.
+
+    Compiled code is guarded by both: by the first because Dynamo sees it read.
+    """
+    return getattr(forward_ad, "_current_level", -1) >= 0 or _has_derivatives()
 
 
 try:  # which is there without the compiler
@@ -272,13 +316,6 @@ def number(name: str, value: Any) -> Any:
         kind = "float" if dtype.is_floating_point else "bool" if dtype == torch.bool else "int"
         raise TypeError(f"{name} of NumPy's {dtype} is an array to compiled code: pass it by {kind}()")
     return value.item()
-
-
-def while_tracing(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Dynamo calls the function where it meets it. As `torch.compiler.assume_constant_result`, which imports
-    Dynamo and Triton."""
-    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
-    return function
 
 
 # ---- operators
