@@ -615,3 +615,14 @@ def test_slopes_are_learned_by_a_transform_in_compiled_code():
 
     slopes = torch.rand(2, dtype=torch.float64)
     torch.testing.assert_close(torch.compile(gradient, backend="aot_eager")(slopes), gradient(slopes))
+
+
+def test_compiled_autograd_of_an_eager_call():
+    """It traces what it meets, and breaks its graph at what it cannot."""
+    q, k, v = (t.requires_grad_() for t in small())
+    expected = torch.autograd.grad(loss(q, k, v), (q, k, v))
+    torch.compiler.reset()
+    with torch._dynamo.config.patch(compiled_autograd=True):
+        found = loss(q, k, v)
+        torch.compile(lambda: found.backward(), backend="aot_eager")()
+    torch.testing.assert_close([t.grad for t in (q, k, v)], list(expected))

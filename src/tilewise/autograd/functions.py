@@ -257,6 +257,7 @@ class LeanAttention(torch.autograd.Function):
         return (results.out, results.lse) if wants_lse else results.out  # type: ignore[return-value]
 
     @staticmethod
+    @between_graphs
     def backward(  # type: ignore[override]
         ctx: Any, dout: Tensor | None, dlse: Tensor | None = None
     ) -> tuple[Tensor | None, ...]:
@@ -334,6 +335,7 @@ class Attention(torch.autograd.Function):
             ctx.scalars = with_captured(ctx.scalars)
 
     @staticmethod
+    @between_graphs
     def backward(  # type: ignore[override]
         ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: Tensor | None
     ) -> tuple[Tensor | None, ...]:
