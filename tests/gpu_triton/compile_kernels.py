@@ -99,6 +99,7 @@ CASES = {
     "mla_192_128": Case(192, 128, options={"causal": True}),
     "absorbed_576_512": Case(576, 512, kv_heads=1),
     "d40": Case(40, 24),
+    "d512": Case(512, 512),
     "float32_d64": Case(64, 64, torch.float32),
     "float32_d256": Case(256, 256, torch.float32),
     "tf32_d64": Case(64, 64, torch.float32, {"causal": True, "precision": "tf32"}),

@@ -16,7 +16,7 @@ SCRIPT = "compile_kernels.py"
 SHARED_BYTES = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}
 HEADLINE = ("d64", "d64_causal", "d128", "d128_causal", "d256_causal")
 REST = (
-    *("d128_fp16_gqa_window", "mla_192_128", "absorbed_576_512", "d40", "float32_d64", "float32_d256"),
+    *("d128_fp16_gqa_window", "mla_192_128", "absorbed_576_512", "d40", "float32_d64", "float32_d256", "d512"),
     *(
         "tf32_d64",
         "tf32_d128",

@@ -77,6 +77,7 @@ HOPPER = HOPPER_DQ_CAPTURED | changed(
             128: KernelTile(64, 64, 4, 3, has_tma=True),
             192: KernelTile(128, 64, 8, 3),
             256: KernelTile(128, 64, 8, 2),
+            512: KernelTile(64, 32, 8, 2),
         },
         "dkdv": {
             64: KernelTile(64, 64, 4, 3),
