@@ -100,6 +100,8 @@ CASES = {
     "absorbed_576_512": Case(576, 512, kv_heads=1),
     "d40": Case(40, 24),
     "d512": Case(512, 512),
+    "d256_mask_dropout": Case(256, 256, options={"causal": True, "dropout_p": 0.1}, extras=("mask",)),
+    "d512_mask_dropout": Case(512, 512, options={"dropout_p": 0.1}, extras=("mask",)),
     "float32_d64": Case(64, 64, torch.float32),
     "float32_d256": Case(256, 256, torch.float32),
     "tf32_d64": Case(64, 64, torch.float32, {"causal": True, "precision": "tf32"}),
@@ -307,10 +309,21 @@ def report(compiled: Any, capability: int) -> dict[str, Any]:
         "is_serialized": "wgmma.mma_async instructions are serialized" in said,
         "matrix_instructions": len(re.findall(r"wgmma\.mma_async|tcgen05\.mma|mma\.sync", ptx)),
         "waits_for_kernel_before": "griddepcontrol.wait" in ptx,
+        "cut_operands": _cut_operands(compiled.asm["ttgir"]),
         "barriers": len(re.findall(r"bar(?:rier)?\.sync", ptx)),
         "proxy_fences": len(re.findall(r"fence\.proxy\.async", ptx)),
         "warpgroup_instructions": len(re.findall(r"wgmma\.mma_async|tcgen05\.mma", ptx)),
     }
+
+
+def _cut_operands(ttgir: str) -> int:
+    """How many operands of `mma.sync` give a thread more neighbours along the sum than there are for four.
+
+    Triton 3.6 and 3.7 then read some twice and others never.
+    """
+    operand = r"tensor<(\d+)x(\d+)x\w+, #ttg\.dot_op<\{opIdx = (\d), parent = #mma\d*, kWidth = (\d+)\}>>"
+    found = [tuple(map(int, numbers)) for numbers in re.findall(operand, ttgir)]
+    return sum(4 * width > (rows if is_right else columns) for rows, columns, is_right, width in found)
 
 
 def variants_over_lengths(capability: int) -> dict[str, int]:

@@ -305,9 +305,11 @@ def online_softmax(s, m, l, factors, cfg: tl.constexpr, AXIS: tl.constexpr):
 def keep_tile(i0, j0, seq, extras, sizes, cfg: tl.constexpr):
     """True [BLOCK_M, BLOCK_N] where a weight survives, see `core.dropout`: a call serves 4 x 4 of them.
 
-    i0 and j0 must be multiples of 16.
+    i0 and j0 must be multiples of 16. Joined words beside a mask's bytes make Triton 3.6 and 3.7 take weights
+    for numbers of 4 bits, whose products need 32 rows: of 16, both operands' order is wrong.
     """
-    if cfg.DROPOUT_STEP == 1:
+    has_16_rows: tl.constexpr = extras.mask is not None and (cfg.BLOCK_M == 16 or cfg.BLOCK_N == 16)
+    if cfg.DROPOUT_STEP == 1 or has_16_rows:
         i, j = (i0 + tl.arange(0, cfg.BLOCK_M))[:, None], (j0 + tl.arange(0, cfg.BLOCK_N))[None, :]
         keep = keep_entries(i, j, seq, extras, sizes, cfg)
     else:
