@@ -1,6 +1,8 @@
 """Steps of a cache in compiled code: one graph, no matter how many tokens the cache holds."""
 
 import copy
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -155,3 +157,43 @@ def test_reset_in_a_graph():
         tensors = step(new_tokens)
         torch.testing.assert_close(*(f(cache, *tensors) for f, cache in zip((begin, compiled), caches)))
         assert caches[1].held() == caches[1].lengths.tolist() == [new_tokens] * 2
+
+
+@pytest.fixture
+def _another_thread_compiles():
+    """From PyTorch 2.13 on `torch.compiler.is_compiling()` is True then, in this thread too."""
+    has_begun, may_end = threading.Event(), threading.Event()
+
+    def wait(graph, _):
+        has_begun.set()
+        assert may_end.wait(60)
+        return graph.forward
+
+    with ThreadPoolExecutor() as threads:
+        compiled = threads.submit(torch.compile(torch.sin, backend=wait), torch.ones(1))
+        assert has_begun.wait(60)
+        yield
+        may_end.set()
+        compiled.result()
+
+
+@pytest.mark.usefixtures("_another_thread_compiles")
+@torch.no_grad()
+def test_eager_calls_check_while_another_thread_compiles():
+    cache = tilewise.KVCache(2, 6, 2, 8, dtype=torch.float32)
+    tilewise.attention_with_cache(step(5)[0], cache, *step(5)[1:])
+    key, (q, k, v) = cache.key.clone(), step(2)
+    with pytest.raises(ValueError, match="2 new tokens do not fit"):
+        tilewise.attention_with_cache(q, cache, k, v)
+    torch.testing.assert_close(cache.key, key)
+
+    k_cache = key.clone()
+    with pytest.raises(ValueError, match="cache_seqlens"):
+        flash_attn.flash_attn_with_kvcache(q, k_cache, k_cache, k, v, cache_seqlens=5)
+    torch.testing.assert_close(k_cache, key)
+
+    pages = tilewise.PagedKVCache(8, 16, 2, 8, dtype=torch.float32)
+    batch = pages.reserve([pages.allocate(), pages.allocate()], [2, 2])
+    pages.free(0)
+    with pytest.raises(ValueError, match="out of date"):
+        tilewise.attention_with_cache(q, pages, k, v, batch=batch)

@@ -35,7 +35,7 @@ from tilewise.core.problem import Inputs, Options, in_layout
 from tilewise.core.quantized import Quantized, inputs_of, is_quantized
 from tilewise.core.signature import all_resolved, resolved
 from tilewise.core.statistics import Aux
-from tilewise.core.torch_private import number
+from tilewise.core.torch_private import compiles_here, number
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -237,7 +237,7 @@ def attention_with_cache(
         check_flag("rotary_interleaved", rotary_interleaved)
     if value is not None and key is None:
         raise TypeError("key=NoneType must be a torch.Tensor when value is given")
-    if not torch.compiler.is_compiling():
+    if not compiles_here():
         query, key, value, rotary_cos, rotary_sin = all_resolved((query, key, value, rotary_cos, rotary_sin))
         alibi_slopes, sinks = resolved(alibi_slopes), resolved(sinks)
     query, key, value = to_bshd(layout, query=query, key=key, value=value)
@@ -257,7 +257,7 @@ def attention_with_cache(
         entry = None
         if return_aux is not None:
             statistics.check(inputs, options, backend, return_aux)
-        elif not torch.compiler.is_compiling():
+        elif not compiles_here():
             entry = functions.check(inputs, options, backend, request)  # before the cache changes
         query = step.store(query, key, value, rotary)
         if query is not inputs.query:

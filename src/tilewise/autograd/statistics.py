@@ -23,6 +23,7 @@ from tilewise.core.problem import Gradients, Inputs, Options, describe, of_gradi
 from tilewise.core.signature import NoMemory, all_resolved, new_out, plain, resolved
 from tilewise.core.statistics import NOTHING, SCHEMA, Aux, Measured, Statistics, check_aux, new_measured
 from tilewise.core.torch_private import (
+    compiles_here,
     is_batched,
     is_differentiated,
     is_fake,
@@ -70,7 +71,7 @@ def attention(
     """
     options = functions.obeying_torch(options)
     call = inputs, options, backend, aux, are_values_known
-    if not torch.compiler.is_compiling():
+    if not compiles_here():
         return _attention(*call)
     # What is no Aux is refused between graphs: of an error in traced code later calls fail too.
     if isinstance(aux, Aux) and _are_shapes_known(inputs, aux) and not is_differentiated():
@@ -115,7 +116,7 @@ def check(inputs: Inputs, options: Options, backend: str | None, aux: Aux) -> No
         NotImplementedError: the backend asked for does not serve the call or the request, or a transform
             watches it.
     """
-    if not torch.compiler.is_compiling():  # asked here: where a graph breaks this may be traced by itself
+    if not compiles_here():  # asked here: where a graph breaks this may be traced by itself
         _entry(inputs, functions.obeying_torch(options), backend, aux)
 
 

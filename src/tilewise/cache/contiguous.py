@@ -11,7 +11,7 @@ from tilewise.core.checks import DTYPES, MAX_HEAD_DIM, check_flag, check_integer
 from tilewise.core.device_errors import raise_errors
 from tilewise.core.fp8 import FP8
 from tilewise.core.signature import device_of
-from tilewise.core.torch_private import mark_static, version_of
+from tilewise.core.torch_private import compiles_here, mark_static, version_of
 from tilewise.gpu.launch.launch_plan import HAS_TRITON
 
 
@@ -105,7 +105,7 @@ class Storage:
 def has_kernels(t: Tensor) -> bool:
     """Whether Triton kernels write tokens like these into caches."""
     is_on_gpu = not t.is_cpu and device_of(t).type == "cuda" and HAS_TRITON
-    return is_on_gpu and t.dtype.itemsize in (2, 4) and not torch.compiler.is_compiling()
+    return is_on_gpu and t.dtype.itemsize in (2, 4) and not compiles_here()
 
 
 def layout_hint(t: Tensor, heads: int, dim: int) -> str:
@@ -178,7 +178,7 @@ class KVCache(Storage):
 
     @property
     def lengths(self) -> Tensor:
-        if not torch.compiler.is_compiling():
+        if not compiles_here():
             raise_errors()
         return self._lengths
 
@@ -257,7 +257,7 @@ class KVCache(Storage):
     @property
     def is_mirrored(self) -> bool:
         """Whether the host knows the lengths: nothing but this class has changed or replaced them."""
-        if torch.compiler.is_compiling():  # the graph serves all lengths
+        if compiles_here():  # the graph serves all lengths
             return False
         return (
             self._held is not None
@@ -271,7 +271,7 @@ class KVCache(Storage):
         None while a CUDA graph is captured: its replays will not be seen, so lengths are read from then on.
         None in compiled code, after which they are read once.
         """
-        if torch.compiler.is_compiling():
+        if compiles_here():
             return None
         if self._lengths.is_cuda and torch.cuda.is_current_stream_capturing():
             self._held = None
@@ -281,7 +281,7 @@ class KVCache(Storage):
     def reset(self) -> None:
         """Forget every token; the memory stays."""
         self._lengths.zero_()
-        if self._held is not None and not torch.compiler.is_compiling():  # as of any other change in a graph
+        if self._held is not None and not compiles_here():  # as of any other change in a graph
             self._know([0] * len(self._held))
 
     def __repr__(self) -> str:

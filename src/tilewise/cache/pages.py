@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from tilewise.core.checks import shown
+from tilewise.core.torch_private import compiles_here
 
 PADDING = -1  # stands for a sequence where a batch has none
 ALIGNED = 4  # integers of 16 bytes: for pointers aligned otherwise Triton would compile kernels anew
@@ -146,7 +147,7 @@ class PageTable:
 
     def check_batch(self, batch: PagedBatch) -> None:
         """Raises ValueError unless the batch is of this table and its tokens still count."""
-        if torch.compiler.is_compiling():  # one graph serves all batches
+        if compiles_here():  # one graph serves all batches
             return
         if batch.table is not self:
             raise ValueError("batch is of another cache: it must be what reserve() of this one returned")
@@ -168,7 +169,7 @@ class PageTable:
 
     def check_last(self, batch: PagedBatch) -> None:
         """Raises ValueError if tokens were reserved behind the batch's."""
-        if torch.compiler.is_compiling():
+        if compiles_here():
             return
         for sequence, end in zip(batch.sequences, batch.ends):
             if sequence != PADDING and self.lengths[sequence] != end:

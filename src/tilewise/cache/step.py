@@ -15,6 +15,7 @@ from tilewise.cache.pages import PADDING, PagedBatch, integers
 from tilewise.cache.rotary import apply_rotary
 from tilewise.core.functions.call import Cached
 from tilewise.core.problem import Inputs
+from tilewise.core.torch_private import compiles_here
 from tilewise.core.values import check_coverage
 
 
@@ -212,7 +213,7 @@ class PagedStep(Step[PagedKVCache]):
         self.before: list[tuple[Tensor, Tensor]] = []  # memory, and what its written pages held
 
     def longest(self) -> int:
-        if torch.compiler.is_compiling():  # the graph serves all lengths
+        if compiles_here():  # the graph serves all lengths
             return 0
         return max((self.cache.length(s) for s in self.batch.sequences if s != PADDING), default=0)
 
@@ -226,7 +227,7 @@ class PagedStep(Step[PagedKVCache]):
         return self.batch.lengths - (self.batch.cu_seqlens.diff() if query.ndim == 3 else query.shape[1])
 
     def inputs(self, inputs: Inputs) -> Inputs:
-        if inputs.query.ndim == 3 and not torch.compiler.is_compiling():
+        if inputs.query.ndim == 3 and not compiles_here():
             capacity = self.batch.page_table.shape[1] * self.cache.page_size
             check_coverage(inputs, max(self.batch.new_tokens, default=0), capacity)
         return inputs._replace(
@@ -238,7 +239,7 @@ class PagedStep(Step[PagedKVCache]):
         )
 
     def write(self, key: Tensor, value: Tensor | None) -> None:
-        if self.cache.key_scale is not None and not torch.compiler.is_compiling():
+        if self.cache.key_scale is not None and not compiles_here():
             pages = self.batch.written.long()  # whose earlier tokens are rounded anew beside larger ones
             self.before = [(t, t[pages]) for t in self.cache._tensors()]
         self.cache.write(key, value, self.batch)

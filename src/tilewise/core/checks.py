@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from tilewise.core.signature import compute_dtype
-from tilewise.core.torch_private import is_any_autocast_enabled, number, while_tracing
+from tilewise.core.torch_private import compiles_here, is_any_autocast_enabled, number, while_tracing
 
 PRECISIONS = ("ieee", "tf32", "fp8", "int8")
 EIGHT_BIT = ("fp8", "int8")  # query, key, weights and value are rounded to 8 bits
@@ -171,7 +171,7 @@ def check_known(
     known = (*_parameters(function), *others)
     for name, value in arguments.items():
         if name not in known:
-            given = name if torch.compiler.is_compiling() else f"{name}={shown(value)}"
+            given = name if compiles_here() else f"{name}={shown(value)}"
             raise TypeError(f"{given} is no argument of {function.__name__}: {_meant(name, known)}")
 
 
@@ -367,7 +367,7 @@ def check_broadcastable(full: tuple[int | None, ...], **tensors: Any) -> None:
 def warn_of_two_meanings(mask: Tensor | None, full: tuple[int, int, int, int]) -> None:
     """Warns of a mask (seqlen_q, seqlen_k) that may be padding (batch, seqlen_k). `full`: all four sizes."""
     shape = tuple(getattr(mask, "shape", ()))
-    if shape == (full[0], full[3]) == full[2:] != (1, 1) and not torch.compiler.is_compiling():
+    if shape == (full[0], full[3]) == full[2:] != (1, 1) and not compiles_here():
         warnings.warn(
             f"mask.shape={shape} is taken as (seqlen_q, seqlen_k), which mask[None, None] says; "
             "of padding (batch, seqlen_k), as large here, pass mask[:, None, None, :]",

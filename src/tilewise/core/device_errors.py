@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tilewise.core.torch_private import compiles_here
+
 # The numbers of the flags; kernels know them as well.
 PAGE, LENGTH, INDEX = 0, 1, 2
 _WRONG = {
@@ -81,7 +83,7 @@ def check_errors() -> None:
 
 def check_if_debugging() -> None:
     """`check_errors`, if TILEWISE_DEBUG=1 asks for it after every call."""
-    if IS_DEBUG and not torch.compiler.is_compiling():
+    if IS_DEBUG and not compiles_here():
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             return
         check_errors()

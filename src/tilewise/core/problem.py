@@ -30,6 +30,7 @@ from tilewise.core.functions.evaluate import Buffers
 from tilewise.core.functions.expression import decode
 from tilewise.core.mask import Visibility
 from tilewise.core.signature import Signature, TensorSignature, compute_dtype
+from tilewise.core.torch_private import compiles_here
 
 
 class Inputs(NamedTuple):
@@ -283,7 +284,7 @@ def _is_value_in_key(key: Tensor, value: Tensor) -> bool:
     """Whether the values are a view of the keys' first columns."""
     try:
         return (
-            not torch.compiler.is_compiling()
+            not compiles_here()
             and key.shape[-1:] > value.shape[-1:]
             and key.stride() == value.stride()
             and key.storage_offset() == value.storage_offset()

@@ -17,7 +17,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
-from torch.compiler import is_compiling
+from torch.compiler import is_compiling, is_dynamo_compiling
 
 P = ParamSpec("P")
 Result = TypeVar("Result")
@@ -137,6 +137,12 @@ def _empty_strided(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torc
 
 # As compiled code does it: the public function takes twice as long. Sizes are plain tuples.
 empty_strided_cpu = getattr(_guards, "_empty_strided_cpu", _empty_strided)
+
+
+def compiles_here() -> bool:
+    """Whether this thread compiles or exports. PyTorch's flag is one for all threads, and code that is
+    compiled leaves out checks."""
+    return is_compiling() and (is_dynamo_compiling() or num_modes() > 0)
 
 
 def is_plain(query: Tensor) -> bool:

@@ -26,6 +26,7 @@ from torch import Tensor
 from tilewise.autograd import functions as autograd
 from tilewise.core.checks import shown
 from tilewise.core.problem import Inputs, Options, describe
+from tilewise.core.torch_private import compiles_here
 from tilewise.core.values import check_values, vouch_for
 from tilewise.gpu.launch.launch_plan import HAS_TRITON
 
@@ -59,7 +60,7 @@ def attention(inputs: Inputs, options: Options, chunk: int) -> tuple[Tensor, Ten
         return autograd.attention(inputs, options, None)
     if autograd.is_served():  # the keys at hand are not all, so chunks cannot be told from them
         raise NotImplementedError("attention_chunk is not served inside of context_parallel")
-    if not torch.compiler.is_compiling():
+    if not compiles_here():
         check_values(describe(inputs, options), inputs, options)
     if inputs.query.numel() == 0 or _is_one_chunk(inputs, options, chunk):
         return autograd.attention(inputs, options, None)
@@ -99,7 +100,7 @@ def _starts(cu_seqlens: Tensor, sequence: Tensor, row: Tensor) -> Tensor:
 
 def _can_launch(inputs: Inputs) -> bool:
     """Whether `tilewise.gpu.triton.chunks` can do in one launch what else are dozens of operations."""
-    return inputs.query.is_cuda and not torch.compiler.is_compiling() and HAS_TRITON
+    return inputs.query.is_cuda and not compiles_here() and HAS_TRITON
 
 
 # Packed and dense
@@ -122,7 +123,7 @@ def _packed(inputs: Inputs, options: Options, chunk: int, most: int | None = Non
         starts_q, starts_k = packed_starts(cu_seqlens_q, cu_seqlens_k, chunk, most)
     else:
         starts_q, starts_k = _packed_starts(cu_seqlens_q, cu_seqlens_k, chunk, most)
-    if not torch.compiler.is_compiling():
+    if not compiles_here():
         vouch_for(starts_q)
     options = options._replace(max_seqlen_q=min(chunk, longest_q), max_seqlen_k=min(chunk, longest_k))
     return autograd.attention(inputs._replace(cu_seqlens_q=starts_q, cu_seqlens_k=starts_k), options, None)
@@ -187,7 +188,7 @@ def _in_pages(inputs: Inputs, chunk: int) -> tuple[Inputs, int]:
     """Keys and values in pages that divide the chunk, if those that there are can be cut into such; and into
     how many parts each was cut. The page table is still that of the whole ones."""
     page = inputs.key.shape[1]
-    if torch.compiler.is_compiling():  # sizes may be symbols, which have no common divisor
+    if compiles_here():  # sizes may be symbols, which have no common divisor
         return inputs, 1
     common = math.gcd(page, chunk)
     small = common & -common  # a power of two, which decoding kernels take

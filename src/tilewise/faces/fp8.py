@@ -15,6 +15,7 @@ from torch import Tensor
 from tilewise.core.fp8 import FP8
 from tilewise.core.problem import AttentionProblem, Inputs, Options, describe
 from tilewise.core.quantized import KINDS, arrange, inputs_of
+from tilewise.core.torch_private import compiles_here
 from tilewise.dispatch.capability import refusal
 
 
@@ -67,7 +68,7 @@ class Descale(NamedTuple):
         are_8_bit = all(isinstance(t, Tensor) and t.dtype == FP8 for t in (q, k, v))
         if not are_8_bit or not all(isinstance(n, Tensor) for n in cu_seqlens):
             return None  # refused by the checks of all calls
-        if torch.compiler.is_compiling():
+        if compiles_here():
             return None
         options = options._replace(precision="fp8", deterministic=False)
         offsets = cu_seqlens or (None, None)

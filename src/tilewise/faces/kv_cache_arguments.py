@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from tilewise.core import checks
+from tilewise.core.torch_private import compiles_here
 from tilewise.core.values import check_pages
 from tilewise.faces.fp8 import NO_FACTORS, Descale
 from tilewise.faces.tokens import check_integer_tensors, counts_of
@@ -93,7 +94,7 @@ def places_of(call: KVCacheCall, is_local: bool) -> Places:
     new = _new_layout(call, queries.batch)
     held = _held_lengths(call, queries.batch, capacity)
     at = Places(queries, new, table, held, _rotary_of(call, held), is_local)
-    if call.q.device.type == "cpu" and not torch.compiler.is_compiling():
+    if call.q.device.type == "cpu" and not compiles_here():
         _check_lengths(call, at, capacity)
     return at
 
@@ -112,7 +113,7 @@ def _layout(name: str, cu_seqlens: Tensor | None, x: Tensor) -> Layout:
         return Layout(x.shape[0], x.shape[0] * x.shape[1], None)
     if cu_seqlens.ndim != 1 or len(cu_seqlens) < 1:
         raise ValueError(f"{name}.shape={tuple(cu_seqlens.shape)} must be (batch + 1,)")
-    if cu_seqlens.device.type == "cpu" and not torch.compiler.is_compiling():
+    if cu_seqlens.device.type == "cpu" and not compiles_here():
         counts_of(name, cu_seqlens, len(x))
     return Layout(len(cu_seqlens) - 1, len(x), cu_seqlens)
 
@@ -192,7 +193,7 @@ def _check_batch_idx(call: KVCacheCall, index: Tensor, batch: int, rows: int) ->
     _per_sequence("cache_batch_idx", index, batch)
     if call.k_cache.shape[1] < 1:
         raise ValueError(f"k_cache.shape={tuple(call.k_cache.shape)} must hold at least one token a sequence")
-    if index.is_cuda or torch.compiler.is_compiling():
+    if index.is_cuda or compiles_here():
         return
     held = index.tolist()
     if not all(0 <= i < rows for i in held):

@@ -18,7 +18,7 @@ from tilewise.core.device_errors import check_if_debugging
 from tilewise.core.kept import unit_scales
 from tilewise.core.problem import Inputs, Options, describe
 from tilewise.core.signature import resolved
-from tilewise.core.torch_private import is_lazy
+from tilewise.core.torch_private import compiles_here, is_lazy
 from tilewise.core.values import check_values
 from tilewise.faces import chunks
 from tilewise.faces.flash_attn_call import with_qv
@@ -54,7 +54,7 @@ def attention_with_kv_cache(call: KVCacheCall, options: Options) -> tuple[Tensor
         inputs = _eight_bit(call, inputs)
     whole = inputs if call.qv is None else _shaped_as_with_qv(call, inputs)
     entry, is_whole = None, call.qv is None and call.attention_chunk == 0
-    if not torch.compiler.is_compiling():  # the rest, also before the first write
+    if not compiles_here():  # the rest, also before the first write
         entry = functions.check(inputs, options, None) if is_whole else None
         check_values(describe(whole, options) if entry is None else entry.plan.problem, whole, options)
 
@@ -78,7 +78,7 @@ def attention_with_kv_cache(call: KVCacheCall, options: Options) -> tuple[Tensor
 
 def _resolved(call: KVCacheCall) -> KVCacheCall:
     """The call with the numbers of its tensors in memory; not of caches, which stay where they are."""
-    if torch.compiler.is_compiling():
+    if compiles_here():
         return call
     names = ("q", "k", "v", "rotary_cos", "rotary_sin", "cache_seqlens", "alibi_slopes")
     given = [(name, getattr(call, name)) for name in names]
@@ -154,7 +154,7 @@ def _is_fusible(call: KVCacheCall, at: Places) -> bool:
     """Whether one Triton kernel can rotate and write everything."""
     queries, new, rotary = at.queries, at.new, at.rotary
     assert call.k is not None and call.v is not None and new is not None
-    if torch.compiler.is_compiling() or not (call.q.is_cuda and HAS_TRITON and new.total > 0):
+    if compiles_here() or not (call.q.is_cuda and HAS_TRITON and new.total > 0):
         return False
     if rotary is not None and not (at.is_local and queries.total == new.total and rotary.starts is at.held):
         return False

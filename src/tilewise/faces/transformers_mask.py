@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from tilewise.autograd import functions
 from tilewise.core.kept import kept
-from tilewise.core.torch_private import tree_map_only, wrapper_subclass
+from tilewise.core.torch_private import compiles_here, tree_map_only, wrapper_subclass
 
 Bounds = tuple[int | None, int | None]
 
@@ -83,7 +83,7 @@ def packed_starts(position_ids: Any, batch: int, seqlen: int) -> Tensor | None:
     looks for no packing. Positions that leave gaps or repeat are one sequence's, as of pruned prompts and
     pictures. Read once for all layers; not in compiled code or captured graphs.
     """
-    if torch.compiler.is_compiling() or functions.is_served():
+    if compiles_here() or functions.is_served():
         return None
     if not isinstance(position_ids, Tensor) or batch != 1 or tuple(position_ids.shape) != (1, seqlen):
         return None

@@ -15,7 +15,7 @@ from tilewise.core.functions.captured import check_indices, pack
 from tilewise.core.functions.options import as_options, key_shift
 from tilewise.core.functions.trace import check_function, trace
 from tilewise.core.problem import Inputs, Options
-from tilewise.core.torch_private import between_graphs, is_differentiated
+from tilewise.core.torch_private import between_graphs, compiles_here, is_differentiated
 
 MaskFunction = Callable[[Any, Any, Any, Any], Any]
 ScoreFunction = Callable[[Any, Any, Any, Any, Any], Any]
@@ -66,7 +66,7 @@ def is_learned(alibi_slopes: Any) -> bool:
         return False
     if alibi_slopes.requires_grad and torch.is_grad_enabled():
         return True
-    if torch.compiler.is_compiling():
+    if compiles_here():
         return is_differentiated()
     try:
         return unpack_dual(alibi_slopes).tangent is not None
