@@ -132,6 +132,20 @@ def test_flash_attn_with_kvcache(version, kind):
     assert counter.frame_count <= 3
 
 
+@torch.no_grad()
+def test_one_graph_serves_all_batches():
+    compiled, counter = compile_whole(flash_attn.flash_attn_with_kvcache)
+    for batch in (2, 3, 5, 8):
+        q, k, v = (torch.randn(batch, 1, heads, 8) for heads in (4, 2, 2))
+        cache, lengths = torch.randn(2, batch, 16, 2, 8), torch.arange(batch, dtype=torch.int32)
+        found, expected = (
+            call(q, *kept, k, v, cache_seqlens=lengths)
+            for call, kept in ((compiled, cache.clone()), (flash_attn.flash_attn_with_kvcache, cache))
+        )
+        torch.testing.assert_close(found, expected)
+    assert counter.frame_count == 2  # the second is for all that follow
+
+
 def test_a_layer_with_its_cache():
     layer = tilewise.nn.FlashAttention(16, 2, causal=True, rope=1e4).eval()
     caches = [layer.new_cache(2, 16) for _ in range(2)]
@@ -157,6 +171,17 @@ def test_reset_in_a_graph():
         tensors = step(new_tokens)
         torch.testing.assert_close(*(f(cache, *tensors) for f, cache in zip((begin, compiled), caches)))
         assert caches[1].held() == caches[1].lengths.tolist() == [new_tokens] * 2
+
+
+@torch.no_grad()
+def test_one_graph_resets_caches_of_all_batches():
+    compiled, counter = compile_whole(tilewise.KVCache.reset)
+    for batch in (2, 3, 5, 8):
+        cache = tilewise.KVCache(batch, 4, 2, 8, dtype=torch.float32)
+        cache.append(torch.ones(batch, 1, 2, 8), torch.ones(batch, 1, 2, 8))
+        compiled(cache)
+        assert cache.held() == [0] * batch
+    assert counter.frame_count == 2
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import tilewise
+from tilewise import flash_attn_3
 
 
 class Block(torch.nn.Module):
@@ -65,3 +66,35 @@ def test_aot_inductor(exported, tmp_path):
     for shape in ((2, 16), (3, 50)):
         x = torch.randn(*shape, 32)
         torch.testing.assert_close(loaded(x), model(x))
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_faces_with_any_batch(strict):
+    """Three dimensions, chunks of positions, a cache: no batch becomes a constant."""
+
+    class Faces(torch.nn.Module):
+        def forward(self, x, cache, lengths):
+            chunks = flash_attn_3.flash_attn_func(x, x, x, causal=True, attention_chunk=4)
+            first = tilewise.scaled_dot_product_attention(x[:, :, 0], x[:, :, 0], x[:, :, 0])
+            return chunks, first, flash_attn_3.flash_attn_with_kvcache(x, cache, cache, cache_seqlens=lengths)
+
+    def given(batch):
+        lengths = torch.full((batch,), 7, dtype=torch.int32)
+        return torch.randn(batch, 9, 2, 8), torch.randn(batch, 16, 2, 8), lengths
+
+    sizes = ({0: torch.export.Dim.DYNAMIC},) * 3
+    program = torch.export.export(Faces(), given(2), dynamic_shapes=sizes, strict=strict)
+    for batch in (3, 5):
+        torch.testing.assert_close(program.module()(*(x := given(batch))), Faces()(*x))
+
+
+def test_a_window_of_a_symbol():
+    class Half(torch.nn.Module):
+        def forward(self, x):
+            return tilewise.attention(x, x, x, window=(x.shape[1] // 2, 0))
+
+    x, dynamic = torch.randn(2, 8, 4, 8), {1: torch.export.Dim("seqlen", min=4, max=64)}
+    for strict in (False, True):
+        program = torch.export.export(Half(), (x,), dynamic_shapes=(dynamic,), strict=strict)
+        longer = torch.randn(2, 21, 4, 8)
+        torch.testing.assert_close(program.module()(longer), Half()(longer))

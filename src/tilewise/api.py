@@ -370,7 +370,9 @@ def window_bounds(window: Window | None) -> Window:
     if window is None:
         return NO_WINDOW
     fits = isinstance(window, tuple | list) and len(window) == 2
-    if not fits or any(b is not None and (not isinstance(b, int | Integral) or b < 0) for b in window):
+    if not fits or any(
+        b is not None and (not isinstance(b, int | Integral | torch.SymInt) or b < 0) for b in window
+    ):
         for bound in window if fits else ():
             number("window", bound)  # which says more of NumPy's
         hint = ": None is unbounded, as -1 is in flash-attn" if fits and -1 in window else ""

@@ -5,6 +5,7 @@ import inspect
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._dynamo.testing import CompileCounter
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 
@@ -227,6 +228,15 @@ def test_compiles_in_one_graph():
 
     compiled = torch.compile(both, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(q, k, v), both(q, k, v))
+
+
+def test_one_graph_serves_all_batches_of_three_dimensions():
+    counter = CompileCounter()
+    compiled = torch.compile(scaled_dot_product_attention, fullgraph=True, backend=counter)
+    for batch in (2, 3, 5, 8):
+        q, k, v = randn(batch, 6, 8), randn(batch, 5, 8), randn(1, 5, 8)
+        torch.testing.assert_close(compiled(q, k, v), scaled_dot_product_attention(q, k, v))
+    assert counter.frame_count == 2  # the second is for all that follow
 
 
 @pytest.mark.parametrize("mask", [None, torch.randn(6, 6), torch.rand(6, 6) > 0.3])

@@ -281,7 +281,7 @@ class KVCache(Storage):
     def reset(self) -> None:
         """Forget every token; the memory stays."""
         self._lengths.zero_()
-        if self._held is not None and not compiles_here():  # as of any other change in a graph
+        if not compiles_here() and self._held is not None:  # in a graph as of any other change
             self._know([0] * len(self._held))
 
     def __repr__(self) -> str:

@@ -88,7 +88,7 @@ def _pieces(first: Tensor, end: Tensor, most: int) -> tuple[Tensor, Tensor]:
     """
     total = (end - first).cumsum(0)
     piece = torch.arange(most, device=first.device)
-    sequence = torch.searchsorted(total, piece, right=True).clamp(max=len(first) - 1)
+    sequence = torch.searchsorted(total, piece, right=True).clamp(max=first.shape[0] - 1)
     return sequence, end[sequence] - total[sequence] + piece
 
 
@@ -114,7 +114,7 @@ def _packed(inputs: Inputs, options: Options, chunk: int, most: int | None = Non
     longest_q = total_q if options.max_seqlen_q is None else options.max_seqlen_q
     longest_k = total_k if options.max_seqlen_k is None else options.max_seqlen_k
     if most is None:
-        batch = len(cu_seqlens_q) - 1
+        batch = cu_seqlens_q.shape[0] - 1
         most = batch * max(-(-longest_k // chunk), -(-longest_q // chunk) + 1)
         most = min(most, (total_q + total_k) // chunk + 2 * batch)
     if _can_launch(inputs):
@@ -176,7 +176,7 @@ def _cached(inputs: Inputs, options: Options, chunk: int) -> tuple[Tensor, Tenso
     inputs = _with_table(inputs, parts)
     if not is_dense:
         return _many_queries(inputs, options, chunk)
-    batch = len(inputs.query)
+    batch = inputs.query.shape[0]
     packed = inputs._replace(
         query=inputs.query.flatten(0, 1),
         cu_seqlens_q=torch.arange(batch + 1, device=inputs.query.device) * seqlen_q,
@@ -252,7 +252,7 @@ def _few_queries(inputs: Inputs, options: Options, chunk: int, parts: int) -> tu
     All see the keys from the first chunk on: right for those of the first, which are causal. For those of the
     second there is a piece without the first chunk; it is empty where no query needs it.
     """
-    batch = len(inputs.query)
+    batch = inputs.query.shape[0]
     if _can_launch(inputs):
         pieces, is_second = _few_pieces_at_once(inputs, chunk, parts)
     else:

@@ -135,11 +135,11 @@ def _new_layout(call: KVCacheCall, batch: int) -> Layout | None:
     if call.cache_seqlens is None:
         raise ValueError("cache_seqlens=None must say where k and v are written")
     rank = 3 if call.cu_seqlens_k_new is not None else 4
-    leading = "total_new" if rank == 3 else f"{batch}, seqlen_new"
     for name, new, cache in (("k", call.k, call.k_cache), ("v", call.v, call.v_cache)):
         fits = new.ndim == rank and new.shape[-2:] == cache.shape[2:] and (rank == 3 or new.shape[0] == batch)
         if not fits:
             heads, dim = cache.shape[2:]
+            leading = "total_new" if rank == 3 else f"{batch}, seqlen_new"
             raise ValueError(
                 f"{name}.shape={tuple(new.shape)} must be ({leading}, {heads}, {dim}) for this cache"
             )

@@ -197,15 +197,14 @@ def _four_dimensions(t: Tensor, leading: torch.Size) -> Tensor:
 
 def _match_heads(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Equal heads; as in torch, a single head is broadcast."""
-    heads = {t.shape[1] for t in (q, k, v)}
-    if len(heads) == 1:
+    if q.shape[1] == k.shape[1] == v.shape[1]:
         return q, k, v
-    if len(heads - {1}) > 1:
+    wanted, *others = [t.shape[1] for t in (q, k, v) if t.shape[1] != 1]  # no set: symbols have no hash
+    if any(heads != wanted for heads in others):
         raise ValueError(
             f"key.shape[-3]={k.shape[1]} and value.shape[-3]={v.shape[1]} (heads) must equal "
             f"query.shape[-3]={q.shape[1]} unless enable_gqa=True"
         )
-    (wanted,) = heads - {1}
     q, k, v = (t.expand(-1, wanted, -1, -1) for t in (q, k, v))
     return q, k, v
 
