@@ -72,7 +72,8 @@ def draw(seed: int) -> Case:
     kind = "paged" if is_paged else rng.choice(("dense", "dense", "dense", "packed", "cached"))
     scores: dict[str, Any] = {}
     if kind == "packed":
-        inputs = _packed(rng, batch, heads, kv_heads, dim, dim_v, dtype)
+        lengths = [[rng.choice(LENGTHS[:-4]) for _ in range(batch)] for _ in range(2)]
+        inputs = _packed(rng, lengths, heads, kv_heads, dim, dim_v, dtype)
         seqlen_q = int(inputs.cu_seqlens_q.diff().max())
         seqlen_k = int(inputs.cu_seqlens_k.diff().max())
     else:
@@ -131,8 +132,12 @@ def draw_decoding(seed: int) -> Case:
     q = _tensor(rng, (batch, seqlen_q, heads, dim), dtype)
     k = _tensor(rng, (batch, seqlen_k, kv_heads, dim), dtype)
     inputs = Inputs(q, k, _tensor(rng, (batch, seqlen_k, kv_heads, dim_v), dtype))
+    packed_rng = random.Random(f"side by side {seed}")
     if is_paged or rng.random() < 0.5:
         inputs = _ragged(rng, inputs)
+    elif packed_rng.random() < 0.4:
+        lengths = [[packed_rng.randint(0, n) for _ in range(batch)] for n in (seqlen_q, seqlen_k)]
+        inputs = _packed(packed_rng, lengths, heads, kv_heads, dim, dim_v, dtype)
     if is_paged and seqlen_k:
         inputs = _into_pages(rng, inputs)
     if has_alibi:
@@ -150,9 +155,11 @@ def draw_decoding(seed: int) -> Case:
         softcap=softcap,
         scale=rng.choice((None, None, 0.3)),
     )
-    dout = _tensor(rng, (batch, seqlen_q, heads, dim_v), dtype)
+    rows = inputs.query.shape[:-1]
+    dout = _tensor(rng, (*rows, dim_v), dtype)
+    lse_shape = (heads, rows[0]) if inputs.cu_seqlens_q is not None else (batch, heads, seqlen_q)
     dlse_dtype = torch.float64 if dtype == torch.float64 else torch.float32
-    return Case(seed, inputs, options, dout, torch.randn((batch, heads, seqlen_q), dtype=dlse_dtype))
+    return Case(seed, inputs, options, dout, torch.randn(lse_shape, dtype=dlse_dtype))
 
 
 def _with_mask_or_bias(seed: int, inputs: Inputs, full: tuple[int, ...]) -> Inputs:
@@ -193,9 +200,14 @@ def _tensor(rng: random.Random, shape: tuple[int, ...], dtype: torch.dtype) -> T
 
 
 def _packed(
-    rng: random.Random, batch: int, heads: int, kv_heads: int, dim: int, dim_v: int, dtype: torch.dtype
+    rng: random.Random,
+    lengths: list[list[int]],
+    heads: int,
+    kv_heads: int,
+    dim: int,
+    dim_v: int,
+    dtype: torch.dtype,
 ) -> Inputs:
-    lengths = [[rng.choice(LENGTHS[:-4]) for _ in range(batch)] for _ in range(2)]
     cu_q, cu_k = (torch.tensor([0, *n]).cumsum(0).to(torch.int32) for n in lengths)
     q = _tensor(rng, (int(cu_q[-1]), heads, dim), dtype)
     k = _tensor(rng, (int(cu_k[-1]), kv_heads, dim), dtype)

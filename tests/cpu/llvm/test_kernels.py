@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import os
 import random
 import subprocess
@@ -173,6 +174,38 @@ def test_rows_of_many_heads_are_decoded_in_parts(queries, heads, rows):
     problem = describe(inputs, Options())
     assert configs.is_decoding(problem) and configs.decode_config(problem, inputs).rows == rows
     assert configs.is_decoding(replace(problem, needs_grad=True)) == (queries * heads <= configs.DECODE_ROWS)
+
+
+@pytest.mark.parametrize("are_lengths_known", [False, True])
+@pytest.mark.parametrize(("longest", "served_by"), [(1, "decode"), (4, "decode"), (13, "forward")])
+def test_packed_sequences_of_few_queries_are_decoded(longest, served_by, are_lengths_known, monkeypatch):
+    """In tiles of queries one query each took 3 to 9 times as long as in a dense call."""
+    used, load = [], kernels.load
+    monkeypatch.setattr(forward_plan, "load", lambda name, config: (used.append(name), load(name, config))[1])
+    plans.clear()
+    lengths = [[0, longest, 1], [70, 300, 0]]
+    starts = [torch.tensor([0, *n]).cumsum(0) for n in lengths]
+    q, k, v = (torch.randn(sum(n), 4, 64) for n in (lengths[0], lengths[1], lengths[1]))
+    most = map(max, lengths) if are_lengths_known else ()
+    out = tilewise.attention_varlen(q, k, v, *starts, *most, causal=True, backend="llvm")
+    for (q0, q1), (k0, k1) in zip(*(itertools.pairwise(offsets.tolist()) for offsets in starts)):
+        own = (t[None, rows] for t, rows in ((q, slice(q0, q1)), (k, slice(k0, k1)), (v, slice(k0, k1))))
+        exact, _ = reference.attention(*own, causal=True)
+        torch.testing.assert_close(out[None, q0:q1].double(), exact, rtol=1e-5, atol=1e-5)
+    assert used == [served_by]
+
+
+@pytest.mark.parametrize("seqlen_q", [1, 40])
+@pytest.mark.parametrize("name", ["mask", "bias"])
+def test_calls_in_turns_with_other_strides_of_a_mask_or_bias(name, seqlen_q):
+    inputs = qkv(2, seqlen_q, 90)
+    shape = (2, 2, seqlen_q, 90)
+    given = torch.rand(shape) < 0.5 if name == "mask" else torch.randn(shape)
+    expected = reference.attention(*inputs[:3], **{name: given})[0]
+    by_key, by_head = (given.transpose(a, b).contiguous().transpose(a, b) for a, b in ((2, 3), (0, 1)))
+    for t in (given, by_key, by_head, given, by_head, by_key):
+        out = tilewise.attention(*inputs[:3], **{name: t}, backend="llvm")
+        torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("seed", [990182, 990187])

@@ -16,7 +16,7 @@ from tilewise.core.signature import Request, Signature, look
 from tilewise.cpu.host import backward_plan, compile as kernels
 from tilewise.cpu.host.backward_plan import BackwardPlan
 from tilewise.cpu.host.forward_plan import ForwardPlan
-from tilewise.cpu.host.plan import plan
+from tilewise.cpu.host.plan import PackedPlan, plan
 from tilewise.dispatch import plans
 from tilewise.lab.bench import cases, suites
 from tilewise.testing import check_attention
@@ -53,7 +53,8 @@ def make_plan(case: cases.Case, threads: int):
         case.direction, look(inputs, False), look(results, False), False, Options(), "llvm",
         Request(residual=True), False, threads,
     )  # fmt: skip
-    return plan(problem, signature)
+    found = plan(problem, signature)
+    return found.plan_of(max(case.lengths)) if isinstance(found, PackedPlan) else found
 
 
 @functools.cache

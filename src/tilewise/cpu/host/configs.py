@@ -23,6 +23,7 @@ CUT = {torch.float32: 3, torch.float16: 2}  # terms of bfloat16, for products in
 # the backward's weights add up to 1 only if its scores are the forward's to the last bit.
 CUT_FEWEST = {torch.float32: (209, 128, 24), torch.float16: (32, 32, 1)}
 FEW_HEADS, FEW_HEADS_QUERIES = 4, 2  # fewer want twice as many queries: many threads would cut the same keys
+MOST_QUERIES = 16  # of decoding
 DECODE_ROWS = 32  # at most: queries times the heads that share a key head; of each part of a forward's
 MOST_PARTS, PART_QUERIES = 8, 8  # of a forward in parts
 BF16_TOO_SHORT = 16  # queries and keys: a backward of so few takes 0.4 to 0.8 of the time without
@@ -30,12 +31,13 @@ BF16_TOO_SHORT = 16  # queries and keys: a backward of so few takes 0.4 to 0.8 o
 
 def is_decoding(problem: AttentionProblem, is_backward: bool = False) -> bool:
     """Few queries that share each key: the head dimension then fills the lanes better than they do."""
-    if problem.is_packed or problem.dropout_p > 0:
+    has_backward = is_backward or problem.needs_grad
+    if problem.dropout_p > 0:
         return False
-    if _has_score_options(problem) and (is_backward or problem.needs_grad):
+    if has_backward and (problem.is_packed or _has_score_options(problem)):
         return False  # a backward has tiles, and its scores are to be the forward's to the last bit
-    most, rows = 12 if problem.seqlen_k < 512 else 16, problem.seqlen_q * problem.group_size
-    if rows > DECODE_ROWS and not (is_backward or problem.needs_grad):  # in parts
+    most, rows = 12 if problem.seqlen_k < 512 else MOST_QUERIES, problem.seqlen_q * problem.group_size
+    if rows > DECODE_ROWS and not has_backward:  # in parts
         return problem.seqlen_q <= PART_QUERIES and rows <= MOST_PARTS * DECODE_ROWS // 2
     return problem.seqlen_q <= most and 0 < rows <= DECODE_ROWS
 

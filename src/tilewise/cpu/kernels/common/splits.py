@@ -99,24 +99,30 @@ class SplitKernel:
     def run(self) -> None:
         args = self.args
         for item in claim(args.counter, args.items):
-            heads, first, split = args.item_heads, item // args.splits, item % args.splits
-            count = args.num_kv_heads * args.parts
-            batch, part = first * heads // count, first * heads % count
-            for _, head in self.each_head(batch, part):
-                self.start(head, self.rows_of(head))
+            first, count = item // args.splits, args.num_kv_heads * args.parts
+            batch, part = first * args.item_heads // count, first * args.item_heads % count
             head = self.head_of_part(batch, part)
-            k0, k1 = head.key_range(0, head.seqlen_q)
-            begin = maximum(k0 & -BLOCK_K, split * args.split_keys)
-            end = minimum(k1, (split + 1) * args.split_keys)
-            self.visit_blocks(batch, part, begin, end)
-            for h, head in self.each_head(batch, part):
-                self.store_partial(item * heads + h, self.rows_of(head))
-            ticket = args.ptr("ticket", "i64")[first]
-            is_last = ticket.fetch_add(1, "acq_rel").equals(args.splits - 1)
-            with when(args.splits.equals(1) | is_last):  # the ticket of a single split may hold anything
-                for h, head in self.each_head(batch, part):
-                    for r in loop(0, self.rows_of(head)):
-                        self.merge(self.query_head(head, r), r, first * args.splits * heads + h)
+            with when(head.seqlen_q > 0):  # as of some packed sequences
+                self.visit_item(item, head, part)
+
+    def visit_item(self, item: Value, head: Head, part: Value) -> None:
+        """Its parts begin with `part`, whose first head is given."""
+        args, batch = self.args, head.batch
+        heads, first, split = args.item_heads, item // args.splits, item % args.splits
+        for _, own in self.each_head(batch, part):
+            self.start(own, self.rows_of(own))
+        k0, k1 = head.key_range(0, head.seqlen_q)
+        begin = maximum(k0 & -BLOCK_K, split * args.split_keys)
+        end = minimum(k1, (split + 1) * args.split_keys)
+        self.visit_blocks(batch, part, begin, end)
+        for h, own in self.each_head(batch, part):
+            self.store_partial(item * heads + h, self.rows_of(own))
+        ticket = args.ptr("ticket", "i64")[first]
+        is_last = ticket.fetch_add(1, "acq_rel").equals(args.splits - 1)
+        with when(args.splits.equals(1) | is_last):  # the ticket of a single split may hold anything
+            for h, own in self.each_head(batch, part):
+                for r in loop(0, self.rows_of(own)):
+                    self.merge(self.query_head(own, r), r, first * args.splits * heads + h)
 
     def each_head(self, batch: Value, part: Value) -> Iterator[tuple[Value, Head]]:
         """The first heads of the parts of an item, from `part` on; a part's state is at hand meanwhile."""
