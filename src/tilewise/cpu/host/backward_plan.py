@@ -91,9 +91,10 @@ class BackwardPlan(CallPlan):
             self.set_strides(name, contiguous_strides(t.shape))
             self.new.append(self.allocator(t.shape, problem.gradient_dtype(t.dtype)))
         if problem.bias_needs_grad:
-            assert problem.bias_shape is not None
-            dbias = torch.empty(problem.bias_shape, device="meta")
-            self.template.update(**axes("dbias", "bhij", broadcast_strides(dbias)))
+            shape = problem.bias_shape
+            assert shape is not None
+            strides = broadcast_strides(shape, contiguous_strides(shape))
+            self.template.update(**axes("dbias", "bhij", strides))
         self.lse_bytes = math.prod(lse_shape(problem, self.given.query)) * problem.compute_dtype.itemsize
 
     def divide(self, seqlen_q: int, seqlen_k: int) -> Division:
