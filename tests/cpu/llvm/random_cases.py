@@ -124,7 +124,7 @@ def draw_decoding(seed: int) -> Case:
     seqlen_q = kernel_rng.choice([n for n in range(1, 17) if n * group <= 32])
     parts_rng = random.Random(f"parts {seed // 10}")
     if parts_rng.random() < 0.25:  # more rows, forward in parts
-        group, seqlen_q = parts_rng.choice(((37, 1), (71, 1), (16, 3), (9, 5), (13, 6), (8, 8), (16, 8)))
+        group, seqlen_q = parts_rng.choice(((37, 1), (71, 1), (16, 3), (9, 5), (13, 6), (8, 12), (16, 8)))
     softcap = kernel_rng.choice((0.0, 0.0, 0.0, 2.0, 30.0))
     has_alibi, has_sinks, is_paged = (kernel_rng.random() < 0.25 for _ in range(3))
     kv_heads, batch = rng.choice((1, 1, 2, 3, 8)), rng.choice((1, 1, 2, 3))

@@ -167,7 +167,9 @@ def test_masks_and_biases_leave_few_queries_their_kernels(option):
     assert configs.is_decoding(problem) and not configs.is_decoding(replace(problem, needs_grad=True))
 
 
-@pytest.mark.parametrize(("queries", "heads", "rows"), [(1, 71, 24), (5, 8, 20), (8, 16, 32), (4, 8, 32)])
+@pytest.mark.parametrize(
+    ("queries", "heads", "rows"), [(1, 71, 24), (5, 8, 20), (8, 16, 32), (12, 8, 24), (4, 8, 32)]
+)
 def test_rows_of_many_heads_are_decoded_in_parts(queries, heads, rows):
     """In tiles of queries one query of 48 heads that share a key head took 14 times as long."""
     inputs = qkv(1, queries, 300, heads, 1, 64)

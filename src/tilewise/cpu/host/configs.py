@@ -25,7 +25,7 @@ CUT_FEWEST = {torch.float32: (209, 128, 24), torch.float16: (32, 32, 1)}
 FEW_HEADS, FEW_HEADS_QUERIES = 4, 2  # fewer want twice as many queries: many threads would cut the same keys
 MOST_QUERIES = 16  # of decoding
 DECODE_ROWS = 32  # at most: queries times the heads that share a key head; of each part of a forward's
-MOST_PARTS, PART_QUERIES = 8, 8  # of a forward in parts
+MOST_ROWS = 128  # of a forward, in at most 8 parts
 BF16_TOO_SHORT = 16  # queries and keys: a backward of so few takes 0.4 to 0.8 of the time without
 
 
@@ -36,10 +36,9 @@ def is_decoding(problem: AttentionProblem, is_backward: bool = False) -> bool:
         return False
     if has_backward and (problem.is_packed or _has_score_options(problem)):
         return False  # a backward has tiles, and its scores are to be the forward's to the last bit
-    most, rows = 12 if problem.seqlen_k < 512 else MOST_QUERIES, problem.seqlen_q * problem.group_size
-    if rows > DECODE_ROWS and not has_backward:  # in parts
-        return problem.seqlen_q <= PART_QUERIES and rows <= MOST_PARTS * DECODE_ROWS // 2
-    return problem.seqlen_q <= most and 0 < rows <= DECODE_ROWS
+    rows = problem.seqlen_q * problem.group_size
+    most = MOST_QUERIES if problem.seqlen_k >= 512 and rows <= DECODE_ROWS else 12
+    return problem.seqlen_q <= most and 0 < rows <= (DECODE_ROWS if has_backward else MOST_ROWS)
 
 
 def heads_of_part(problem: AttentionProblem) -> int:
