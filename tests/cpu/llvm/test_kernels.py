@@ -164,7 +164,8 @@ def test_masks_and_biases_leave_few_queries_their_kernels(option):
     inputs = qkv(2, 1, 300, 4, 2, 64)
     given = torch.rand(2, 4, 1, 300) < 0.5 if option == "mask" else torch.randn(2, 4, 1, 300)
     problem = describe(inputs._replace(**{option: given}), Options())
-    assert configs.is_decoding(problem) and not configs.is_decoding(replace(problem, needs_grad=True))
+    assert configs.is_decoding(problem) and configs.is_decoding(problem, is_backward=True)
+    assert not configs.is_decoding(replace(problem, needs_grad=True, bias_needs_grad=True))
 
 
 @pytest.mark.parametrize(

@@ -68,6 +68,7 @@ class BackwardPlan(CallPlan):
         self.may_hide_rows = problem.functions is not None and bool(decode(problem.functions).hiding)
         if self.has_few_rows:  # keys that no query sees are left out
             self.has_unreached |= visible.key_range(0, problem.seqlen_q) != (0, problem.seqlen_k)
+            self.has_unreached |= problem.mask_shape is not None
         if not problem.is_packed:
             self.division = self.divide(problem.seqlen_q, problem.seqlen_k)
             self.template.update(**self.division.words)

@@ -34,7 +34,8 @@ def is_decoding(problem: AttentionProblem, is_backward: bool = False) -> bool:
     has_backward = is_backward or problem.needs_grad
     if problem.dropout_p > 0:
         return False
-    if has_backward and (problem.is_packed or _has_score_options(problem)):
+    is_of_tiles = problem.is_packed or problem.bias_needs_grad or problem.functions is not None
+    if has_backward and is_of_tiles:
         return False  # a backward has tiles, and its scores are to be the forward's to the last bit
     rows = problem.seqlen_q * problem.group_size
     most = MOST_QUERIES if problem.seqlen_k >= 512 and rows <= DECODE_ROWS else 12

@@ -85,13 +85,16 @@ class DecodeKernel(SplitKernel):
         self.p = scratch.rows(round_up(self.rows, lanes), self.block_k)  # s until the exponential is taken
         self.m_rows = self.rows  # all lanes of m are alike
         m = l = (self.rows, lanes)
-        self.functions = KernelFunctions(shape, scratch, lane="j") if self.config.functions else None
+        self.reserve_options(scratch)
+        return [(self.row_groups, shape.pad * self.group), (self.rows, shape.pad_v), m, l]
+
+    def reserve_options(self, scratch: Scratch) -> None:
+        self.functions = KernelFunctions(self.shape, scratch, lane="j") if self.config.functions else None
         options = {"mask": self.config.has_mask, "bias": bool(self.config.bias_kind)}
         self.options = {name: scratch.rows(1, self.block_k) for name, used in options.items() if used}
         has_function = self.functions is not None and self.functions.mask is not None
         hides = has_function or self.config.has_mask
         self.seen = scratch.rows(self.rows, self.block_k) if hides else None  # 1 where these show a key
-        return [(self.row_groups, shape.pad * self.group), (self.rows, shape.pad_v), m, l]
 
     def load_option(self, name: str, head: Head, i: Value, block: Block) -> Rows | None:
         """The block's part of query i's row of mask or bias; None without."""
@@ -123,12 +126,15 @@ class DecodeKernel(SplitKernel):
     def visit_blocks(self, batch: Value, part: Value, begin: Value, end: Value) -> None:
         for j0 in loop(begin, end, self.block_k):
             for h, head in self.each_head(batch, part):
-                block = Block(j0, minimum(end - j0, self.block_k), end, h)
-                if self.seen is None:
-                    self.visit(head, block)
-                else:
-                    with when(self.look(head, block, self.seen)):
-                        self.visit(head, block)
+                self.visit_seen(head, Block(j0, minimum(end - j0, self.block_k), end, h))
+
+    def visit_seen(self, head: Head, block: Block) -> None:
+        """Visit the block, unless mask or mask function hide it."""
+        if self.seen is None:
+            self.visit(head, block)
+        else:
+            with when(self.look(head, block, self.seen)):
+                self.visit(head, block)
 
     def visit(self, head: Head, block: Block) -> None:
         self.score(head, block)

@@ -4,7 +4,7 @@ The head dimension stands in lanes, and an item holds all queries that share its
 of a block are final when they are written. A work item is one split of the keys, for key heads side by side:
 
     q, do of all rows; delta = rowsum(do * out) - dlse; dq = 0                         [rows, head_dim]
-    for each block of keys, and each head of the item:          k, v as float32        [block_k, head_dim]
+    for each block of keys that the mask shows, and each head:  k, v as float32        [block_k, head_dim]
         for each few keys:  s = k q, dp = v do of all rows                              [rows, block_k]
         for each row:       p = exp(s (with options) - lse) exp(-residual);  ds = p * (dp - delta)
                             (all its keys here: p and ds balanced, as in `backward.py`)
@@ -74,6 +74,7 @@ class DecodeBackwardKernel(DecodeKernel):
         self.out = scratch.rows(rows, shape.pad_v)
         self.p, self.dp = (scratch.rows(round_up(rows, shape.lanes), self.block_k) for _ in range(2))
         self.cap_slope = scratch.rows(1, self.block_k if self.config.has_softcap else 0)
+        self.reserve_options(scratch)
         grouped = [(self.row_groups, width * self.group) for width in (shape.pad, shape.pad_v)]
         statistics = [(rows, shape.lanes)] * 3
         plain = [(rows, width) for width in (shape.pad, shape.pad_v, shape.pad)]
@@ -101,7 +102,7 @@ class DecodeBackwardKernel(DecodeKernel):
                     self.start(head, head.seqlen_q * args.group)
                 for j0 in loop(begin, end, self.block_k):
                     for h, head in self.each_head(batch, kv_head):
-                        self.attend(head, Block(j0, minimum(end - j0, self.block_k), end, h))
+                        self.visit_seen(head, Block(j0, minimum(end - j0, self.block_k), end, h))
                 place, is_last = split - k0 // args.split_keys, split.equals((k1 - 1) // args.split_keys)
                 for _, head in self.each_head(batch, kv_head):
                     self.hand_over_dq(head, place, is_last)
@@ -140,7 +141,7 @@ class DecodeBackwardKernel(DecodeKernel):
         is_empty = lse.equals(-INF) | (r >= rows)  # no weights: p = exp(s - inf) = 0
         self.lse[r, 0].store(splat(select(is_empty, INF, lse), shape.lanes))
 
-    def attend(self, head: Head, block: Block) -> None:
+    def visit(self, head: Head, block: Block) -> None:
         """One block of keys against all rows."""
         config, n = self.config, block.n
         for name, dim in (("k", config.head_dim), ("v", config.head_dim_v)):
@@ -179,11 +180,15 @@ class DecodeBackwardKernel(DecodeKernel):
         statistics = (self.lse, self.factor, self.delta)
         lse, factor, delta = (area[r, 0].load(shape.lanes) for area in statistics)
         p_sum, ds_sum = (Var(shape.constant(0.0)) for _ in range(2))
+        bias = self.load_option("bias", own, i, block)
         for j in loop(0, round_up(block.n, shape.lanes), shape.lanes):
             key = count_from(j, shape.lanes)
             is_visible = (key >= begin) & (key < end)
             distance = key - int32(i + own.offset - block.j0)
-            s, slope = self.with_options(self.p[r, j].load(shape.lanes), distance, self.slope_of(own))
+            if self.seen is not None:
+                is_visible = is_visible & (self.seen[r, j].load(shape.lanes) > 0.0)
+            added = None if bias is None else bias[0, j].load(shape.lanes)
+            s, slope = self.with_options(self.p[r, j].load(shape.lanes), distance, self.slope_of(own), added)
             p = exp_of_difference(select(is_visible, s, -INF), lse, shape.exp_degree, factor)
             ds = select(is_visible, p * (self.dp[r, j].load(shape.lanes) - delta), 0.0)
             self.p[r, j].store(p)
