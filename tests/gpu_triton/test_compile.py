@@ -17,7 +17,7 @@ SHARED_BYTES = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}
 HEADLINE = ("d64", "d64_causal", "d128", "d128_causal", "d256_causal")
 REST = (
     *("d128_fp16_gqa_window", "mla_192_128", "absorbed_576_512", "d40", "float32_d64", "float32_d256"),
-    *("d512", "d256_mask_dropout", "d512_mask_dropout"),
+    *("d512", "d256_mask_dropout", "d512_mask_dropout", "float32_d80", "float32_d128", "float32_everything"),
     *(
         "tf32_d64",
         "tf32_d128",
@@ -47,6 +47,13 @@ MEASURED = {
     # Outside of the loop over full tiles; faster than any tile without spills. 0 with Triton 3.9.
     ("d128_causal", "attn_bwd_dkdv_kernel"): 224,
     ("learned_d64", "attn_bwd_dq_kernel"): 1840,  # sm_100 with 3.6; 640 with 3.9
+    # float32 cut in three, with 3.8; still several times faster than without
+    ("float32_d64", "attn_fwd_kernel"): 1552,
+    ("float32_d128", "attn_fwd_kernel"): 1540,
+    ("float32_d128", "attn_bwd_dkdv_kernel"): 1028,
+    ("float32_d128", "attn_bwd_dq_kernel"): 1276,
+    ("float32_everything", "attn_fwd_kernel"): 2016,
+    ("float32_everything", "attn_bwd_dq_kernel"): 1612,
     ("decode_rows", "attn_decode_kernel"): 1392,  # sm_100 with 3.8; 1012 with 3.9
 }
 # Kernels of a backward that start before the one before has ended.

@@ -140,7 +140,7 @@ class KernelConfig:
     PAGE_SIZE: int  # 0: keys are not paged
     HAS_SOFTCAP: bool
     IS_FOLDED: bool  # the exponential's multiply-add scales: nothing capped, the scale positive and not tiny
-    PRECISION: str  # of a float32 product: "ieee" or "tf32"
+    PRECISION: str  # of a float32 product: "bf16x6", "ieee" or "tf32"
     HAS_PDL: bool  # programmatic dependent launch: the kernels of a backward overlap at their ends
     MASK: Any = None  # helpers that `gpu.functions` makes of mask and score functions
     SCORE: Any = None

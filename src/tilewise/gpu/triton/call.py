@@ -267,7 +267,7 @@ class Call:
             PAGE_SIZE=p.page_size or 0,
             HAS_SOFTCAP=p.softcap > 0,
             IS_FOLDED=is_folded and made.score is None,
-            PRECISION=p.precision,
+            PRECISION="bf16x6" if isinstance(tile, KernelTile) and tile.is_cut else p.precision,
             HAS_PDL=has_pdl(self.inputs.query.device),
             MASK=made.mask,
             SCORE=made.score,

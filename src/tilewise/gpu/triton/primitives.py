@@ -140,7 +140,7 @@ def logits(s, i, j, seq, extras, sizes, factors, cfg: tl.constexpr, IS_EDGE: tl.
     t = s
     unit = 1.0
     if cfg.HAS_SOFTCAP:
-        t = tanh(s * (factors.scale / factors.softcap), s.dtype == tl.float32 and cfg.PRECISION == "ieee")
+        t = tanh(s * (factors.scale / factors.softcap), s.dtype == tl.float32 and cfg.PRECISION != "tf32")
         s = t * factors.softcap
     else:
         if cfg.IS_FOLDED:

@@ -16,6 +16,7 @@ class KernelTile:
     has_tma: bool = False  # the GPU's copy engine loads the tiles of the loop, where it can read the tensors
     is_left_shared: bool = False  # dbias: boxes of queries serve products from shared memory, not registers
     max_registers: int | None = None  # of a thread, where the compiler would take more than pays
+    is_cut: bool = False  # float32 as sums of three bfloat16, six products of which matrix units have
 
 
 @dataclass(frozen=True)
@@ -157,12 +158,27 @@ HOPPER_MASK = changed(
 # Timed at head size 128, without other options.
 HOPPER_DROPOUT = changed(HOPPER_MASK, {"dkdv": {128: KernelTile(32, 64, 4, 2, has_tma=True)}})
 
-# float32 in full precision runs on the plain arithmetic units: small tiles, or the code explodes.
+# float32 in full precision. Cut tiles are too small for wgmma: with so many operands ptxas loses descriptors.
+# They were timed by sweeps of 4 or 5 each, 2 x 2048 queries and keys: NVIDIA H200, 2026-11-30, torch
+# 2.11.0+cu130, triton 3.6.0; any GPU takes them. Heads in two chunks of columns would spill. Others run on the
+# plain arithmetic units: small tiles, or the code explodes.
 FLOAT32: Rows = {
-    "forward": {64: KernelTile(32, 32, 4, 2), 128: KernelTile(16, 32, 4, 1), 256: KernelTile(16, 32, 8, 1)},
+    "forward": {
+        64: KernelTile(64, 32, 2, 1, is_cut=True),
+        96: KernelTile(16, 32, 4, 1),
+        128: KernelTile(32, 64, 4, 1, is_cut=True),
+        256: KernelTile(16, 32, 8, 1),
+    },
     "forward_short": {128: KernelTile(16, 32, 4, 1), 256: KernelTile(16, 32, 8, 1)},
-    "dkdv": {64: KernelTile(16, 32, 4, 1)},
-    "dq": {64: KernelTile(32, 32, 4, 1), 256: KernelTile(16, 16, 4, 1)},
+    "dkdv": {64: KernelTile(32, 32, 4, 1, is_cut=True)},
+    "dk": {96: None, 128: KernelTile(64, 32, 8, 1, is_cut=True), 256: None},
+    "dv": {96: None, 128: KernelTile(64, 32, 8, 1, is_cut=True), 256: None},
+    "dq": {
+        64: KernelTile(32, 64, 4, 1, is_cut=True),
+        96: KernelTile(16, 16, 4, 1),
+        128: KernelTile(32, 64, 8, 1, is_cut=True),
+        256: KernelTile(16, 16, 4, 1),
+    },
     "dbias": {64: KernelTile(32, 32, 4, 1)},
 }
 
