@@ -160,7 +160,7 @@ HOPPER_DROPOUT = changed(HOPPER_MASK, {"dkdv": {128: KernelTile(32, 64, 4, 2, ha
 
 # float32 in full precision. Cut tiles are too small for wgmma: with so many operands ptxas loses descriptors.
 # They were timed by sweeps of 4 or 5 each, 2 x 2048 queries and keys: NVIDIA H200, 2026-11-30, torch
-# 2.11.0+cu130, triton 3.6.0; any GPU takes them. Heads in two chunks of columns would spill. Others run on the
+# 2.11.0+cu130, triton 3.6.0; any GPU takes them. Heads in two chunks of columns would spill. Others run on
 # plain arithmetic units: small tiles, or the code explodes.
 FLOAT32: Rows = {
     "forward": {
