@@ -80,7 +80,7 @@ def problems(draw):
     return q.to(dtype), k.to(dtype), options
 
 
-def hold(found, query, key, aux, **options):
+def hold(found, query, key, aux, of_forward=(), **options):
     """Every statistic within the error rule, and stricter: the formula in float32 (float64) sets the budget
     of all but those that have a forward's own error, which is held to the inputs' precision. Scores may be
     off by a rounding of the products that cancel in them."""
@@ -93,7 +93,7 @@ def hold(found, query, key, aux, **options):
     norms = [t.double().norm(dim=-1).max().item() if t.numel() else 0.0 for t in (query, key)]
     score = 1 + scale * norms[0] * norms[1]
     for name in NAMES:
-        base = of_inputs if name in ("lse", "column_sum", "block_sum") else baseline
+        base = of_inputs if name in ("lse", "column_sum", "block_sum", *of_forward) else baseline
         results = [getattr(s, name) for s in (found, exact, base)]
         assert (results[0] is not None) == aux.asks(name), name
         if not aux.asks(name):

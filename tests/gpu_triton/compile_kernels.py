@@ -105,6 +105,7 @@ CASES = {
     "float32_d64": Case(64, 64, torch.float32),
     "float32_d128": Case(128, 128, torch.float32, {"causal": True}),
     "float32_d80": Case(80, 80, torch.float32),
+    "float32_128_80": Case(128, 80, torch.float32),
     "float32_everything": Case(
         128,
         128,

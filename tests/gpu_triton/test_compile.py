@@ -17,7 +17,8 @@ SHARED_BYTES = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}
 HEADLINE = ("d64", "d64_causal", "d128", "d128_causal", "d256_causal")
 REST = (
     *("d128_fp16_gqa_window", "mla_192_128", "absorbed_576_512", "d40", "float32_d64", "float32_d256"),
-    *("d512", "d256_mask_dropout", "d512_mask_dropout", "float32_d80", "float32_d128", "float32_everything"),
+    *("d512", "d256_mask_dropout", "d512_mask_dropout"),
+    *("float32_d80", "float32_128_80", "float32_d128", "float32_everything"),
     *(
         "tf32_d64",
         "tf32_d128",

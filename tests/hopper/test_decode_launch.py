@@ -12,6 +12,7 @@ from tilewise.core.problem import AttentionProblem, Inputs, Options, describe
 from tilewise.gpu.hopper import plan
 from tilewise.gpu.hopper.common import host
 from tilewise.gpu.hopper.decode import launch as decode_launch, mla_launch as decode_mla_launch
+from tilewise.gpu.hopper.forward import launch as forward_launch
 
 
 def cached(
@@ -54,6 +55,23 @@ def test_what_is_served():
     }
     for reason, problem in refused.items():
         assert reason in (decode_launch.supports(problem) or "")
+
+
+def dense(batch: int, queries: int, keys: int, heads: int, dim: int = 64) -> AttentionProblem:
+    q, k = (torch.empty(batch, n, heads, dim, dtype=torch.bfloat16, device="meta") for n in (queries, keys))
+    return describe(Inputs(q, k, k), Options())
+
+
+def test_keys_are_split_without_a_cache_where_tiles_of_queries_are_few():
+    for problem in (dense(4, 64, 16384, 8), dense(2, 77, 4096, 10), dense(2, 100, 1024, 8)):
+        assert decode_launch.is_faster(problem) and plan.forward_kernels(problem) is not plan.FORWARD[-1]
+    for problem in (dense(1, 512, 512, 32, 128), dense(1, 16384, 16384, 1), dense(2, 64, 64, 1)):
+        assert not decode_launch.is_faster(problem) and plan.forward_kernels(problem) is plan.FORWARD[-1]
+
+
+def test_short_keys_have_two_warpgroups():
+    for keys, warpgroups in ((77, 2), (1023, 2), (1024, 4)):
+        assert forward_launch.forward_config(dense(2, 4096, keys, 32)).WARPGROUPS == warpgroups
 
 
 def test_8_bit_pages_are_decoded_or_made_16_bits_for_the_forward():

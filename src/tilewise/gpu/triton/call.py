@@ -334,7 +334,8 @@ def _table_tile(kernel: str, problem: AttentionProblem, capability: tuple[int, i
     if p.dropout_p > 0:
         extras = "dropout"
     float32_precision = p.precision if p.dtype == torch.float32 else None
-    return kernel_tile(kernel, capability, float32_precision, widest, extras, p.causal, can_tma(p))
+    is_whole = not (columns(p.head_dim).REST or columns(p.head_dim_v).REST)
+    return kernel_tile(kernel, capability, float32_precision, widest, extras, p.causal, can_tma(p), is_whole)
 
 
 def gpu_capability(device: torch.device) -> tuple[int, int]:

@@ -158,29 +158,30 @@ HOPPER_MASK = changed(
 # Timed at head size 128, without other options.
 HOPPER_DROPOUT = changed(HOPPER_MASK, {"dkdv": {128: KernelTile(32, 64, 4, 2, has_tma=True)}})
 
-# float32 in full precision. Cut tiles are too small for wgmma: with so many operands ptxas loses descriptors.
-# They were timed by sweeps of 4 or 5 each, 2 x 2048 queries and keys: NVIDIA H200, 2026-11-30, torch
-# 2.11.0+cu130, triton 3.6.0; any GPU takes them. Heads in two chunks of columns would spill. Others run on
-# plain arithmetic units: small tiles, or the code explodes.
+# float32 on the plain arithmetic units: small tiles, or the code explodes.
 FLOAT32: Rows = {
-    "forward": {
-        64: KernelTile(64, 32, 2, 1, is_cut=True),
-        96: KernelTile(16, 32, 4, 1),
-        128: KernelTile(32, 64, 4, 1, is_cut=True),
-        256: KernelTile(16, 32, 8, 1),
-    },
+    "forward": {128: KernelTile(16, 32, 4, 1), 256: KernelTile(16, 32, 8, 1)},
     "forward_short": {128: KernelTile(16, 32, 4, 1), 256: KernelTile(16, 32, 8, 1)},
-    "dkdv": {64: KernelTile(32, 32, 4, 1, is_cut=True)},
-    "dk": {96: None, 128: KernelTile(64, 32, 8, 1, is_cut=True), 256: None},
-    "dv": {96: None, 128: KernelTile(64, 32, 8, 1, is_cut=True), 256: None},
-    "dq": {
-        64: KernelTile(32, 64, 4, 1, is_cut=True),
-        96: KernelTile(16, 16, 4, 1),
-        128: KernelTile(32, 64, 8, 1, is_cut=True),
-        256: KernelTile(16, 16, 4, 1),
-    },
+    "dq": {256: KernelTile(16, 16, 4, 1)},
     "dbias": {64: KernelTile(32, 32, 4, 1)},
 }
+
+# float32 in full precision by matrix units. No wgmma: with so many operands ptxas loses descriptors.
+# Heads in two chunks would spill 40 KB. Timed by sweeps of 4 or 5 tiles each, 2 x 2048 queries and keys: NVIDIA
+# H200, 2026-11-30, torch 2.11.0+cu130, triton 3.6.0; any GPU takes them.
+CUT_FLOAT32 = changed(
+    FLOAT32,
+    {
+        "forward": {
+            64: KernelTile(64, 32, 2, 1, is_cut=True),
+            128: KernelTile(32, 64, 4, 1, is_cut=True),
+        },
+        "dkdv": {64: KernelTile(32, 32, 4, 1, is_cut=True)},
+        "dk": {64: None, 128: KernelTile(64, 32, 8, 1, is_cut=True), 256: None},
+        "dv": {64: None, 128: KernelTile(64, 32, 8, 1, is_cut=True), 256: None},
+        "dq": {64: KernelTile(32, 64, 4, 1, is_cut=True), 128: KernelTile(32, 64, 8, 1, is_cut=True)},
+    },
+)
 
 # float32 with products in tf32: matrix units, but twice the bytes of a 16-bit type.
 TF32: Rows = {
@@ -200,6 +201,7 @@ def kernel_tile(
     extras: str | None = None,
     is_causal: bool = False,
     can_tma: bool = True,
+    is_whole: bool = True,
 ) -> KernelTile | None:
     """The row for a kernel ("forward", "forward_short", "dkdv", "dq", "dbias") on a compute capability.
 
@@ -209,6 +211,7 @@ def kernel_tile(
     `extras`: what makes scores more than a product and a mask of positions, so that a tile needs more
     registers: "formula" for a softcap or ALiBi, "mask", "bias", "dropout"; of several, the last of these.
     `can_tma`: sequences fill their tensors, so that TMA may read them.
+    `is_whole`: no head's columns are in two chunks.
 
     Example:
         >>> kernel_tile("forward", (9, 0), None, padded_dim=128) == KernelTile(64, 64, 4, 3, has_tma=True)
@@ -216,7 +219,7 @@ def kernel_tile(
     """
     is_hopper = capability[0] in (9, 10)
     if float32_precision is not None:
-        table = TF32 if float32_precision == "tf32" else FLOAT32
+        table = TF32 if float32_precision == "tf32" else CUT_FLOAT32 if is_whole else FLOAT32
     elif is_hopper:
         plain = HOPPER if can_tma else HOPPER_ADDRESSES
         options = {"mask": HOPPER_MASK, "bias": HOPPER_BIAS, "dropout": HOPPER_DROPOUT}
