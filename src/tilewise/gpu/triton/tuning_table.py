@@ -167,7 +167,7 @@ FLOAT32: Rows = {
 }
 
 # float32 in full precision by matrix units. No wgmma: with so many operands ptxas loses descriptors.
-# Heads in two chunks would spill 40 KB. Timed by sweeps of 4 or 5 tiles each, 2 x 2048 queries and keys: NVIDIA
+# Heads in two chunks would spill 40 KB. Timed by sweeps of 4 or 5 tiles, 2 x 2048 queries and keys: NVIDIA
 # H200, 2026-11-30, torch 2.11.0+cu130, triton 3.6.0; any GPU takes them.
 CUT_FLOAT32 = changed(
     FLOAT32,
