@@ -72,7 +72,7 @@ def test_keys_are_split_without_a_cache_where_tiles_of_queries_are_few():
 def test_short_keys_have_two_warpgroups():
     for keys, warpgroups in ((77, 2), (1023, 2), (1024, 4)):
         config = forward_launch.forward_config(dense(2, 4096, keys, 32))
-        assert config.WARPGROUPS == warpgroups
+        assert warpgroups == config.WARPGROUPS
 
 
 def test_8_bit_pages_are_decoded_or_made_16_bits_for_the_forward():
